@@ -1,0 +1,408 @@
+"""What was asked for, checked before anything starts?
+
+A run file is YAML. `include: [fragment.yaml, ...]` (relative to the file) merges fragments below it; `a.b=c` on the
+command line goes on top. Unknown keys, wrong types and impossible arithmetic are refused in one line that names the file
+and the key. Keys say their unit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """One line for the person who wrote the config."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    name: str = "run"
+    dir: str | None = None  # default runs/NAME-TIMESTAMP
+    seed: int = 0
+    iterations: Count = 10
+    resume: Literal["auto", "never"] = "auto"  # auto: go on from the newest checkpoint in run.dir, if there is one
+    checkpoint_every_iterations: Annotated[int, Field(ge=0)] = 0  # 0: only at the end
+    keep_checkpoints: Count = 2
+
+
+class Cluster(Section):
+    accelerator: Literal["cpu", "cuda", "npu"] = "cpu"
+    rollout_ranks: Count = 1
+    training_ranks: Count = 1
+    interface: str | None = None  # network interface of sockets, gloo, NCCL; default: loopback on one host
+    threads_per_rank: Count = 1
+
+
+class MakeModel(Section):
+    """A small random model with a character-level tokenizer, made on the spot."""
+
+    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    hidden_size: Count = 128
+    intermediate_size: Count = 384
+    layers: Count = 4
+    heads: Count = 4
+    kv_heads: Count = 2
+    head_dim: Count = 32
+    max_positions: Count = 1024
+    tied: bool = True
+
+
+class WarmUp(Section):
+    """Supervised steps on the training data's own solutions, before iteration 0."""
+
+    steps: Count
+    sequences_per_step: Count = 128
+    learning_rate: float = 1e-3
+
+
+class Model(Section):
+    path: str | None = None  # a Hugging Face folder
+    make: MakeModel | None = None  # or: make one
+    warm_up: WarmUp | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on cpu, bfloat16 elsewhere
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if (self.path is None) == (self.make is None):
+            raise ValueError("wants exactly one of path and make")
+        return self
+
+
+class Source(Section):
+    """Where prompts come from."""
+
+    kind: Literal["jsonl", "sums", "reasoning_gym"]
+    path: str | None = None  # jsonl: a file of {prompt | messages, answer, [reward], ...}
+    name: str | None = None  # reasoning_gym: the generator
+    options: dict[str, Any] = Field(default_factory=dict)  # of the generator
+    size: Count = 1000  # generators: how many prompts
+    seed: int = 0  # generators
+    reward: str = "exact_match"  # exact_match | last_integer | math_verify | reasoning_gym | package.module:function
+    template: str = "{prompt}"  # python format over the entry's fields
+    chat: bool = False  # wrap in the tokenizer's chat template
+
+    @model_validator(mode="after")
+    def _complete(self) -> Source:
+        if self.kind == "jsonl" and not self.path:
+            raise ValueError("kind jsonl wants path")
+        if self.kind == "reasoning_gym" and not self.name:
+            raise ValueError("kind reasoning_gym wants name")
+        return self
+
+
+class Data(Section):
+    train: Source
+    held_out: Source | None = None
+    shuffle: bool = True
+    max_prompt_tokens: Count = 512
+
+
+class Reward(Section):
+    workers: Count = 1
+    deadline_s: Seconds = 10.0  # a function that takes longer is killed and scores 0
+    memory_bytes: Count = 2 << 30  # address space of one worker
+    shuffle: bool = False  # a control: rewards permuted over the iteration's trajectories; nothing can be learned
+
+
+class Rollout(Section):
+    groups_per_iteration: Count = 16  # R
+    trajectories_per_group: Count = 8  # K
+    max_new_tokens: Count = 256
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+    trajectory_deadline_s: Seconds = 600.0  # then it is cut and scored as it is
+    filter: Literal["none", "zero_variance"] = "none"  # zero_variance drops groups whose rewards are all equal
+
+
+class Engine(Section):
+    kind: Literal["sglang", "scripted"] = "sglang"
+    python: str | None = None  # interpreter with SGLang in it; default: the job's own
+    tp: Count = 1
+    max_running: Count = 32  # trajectories decoded at once in one engine
+    kv_tokens: Count | None = None  # KV-cache size; default: what the engine finds
+    context_tokens: Count | None = None  # default: the model's
+    stream_interval_tokens: Count = 16
+    start_deadline_s: Seconds = 300.0
+    stall_deadline_s: Seconds = 120.0  # no token of any running request for so long: the engine is dead
+    options: dict[str, Any] = Field(default_factory=dict)  # further sglang server arguments
+
+
+class Admission(Section):
+    policy: Literal["fifo", "frontier"] = "frontier"
+    frontier_groups: Count = 2  # F_w
+    backfill: Literal["none", "kv_budget"] = "none"
+    backfill_tokens: Annotated[int, Field(ge=0)] = 0  # kv_budget: KV tokens that backfilled groups may reserve
+
+
+class Placement(Section):
+    policy: Literal["least_loaded", "group_affine"] = "least_loaded"
+
+
+class Pipeline(Section):
+    mode: Literal["serial", "fifo", "exact"] = "fifo"
+    old_logprob: Literal["engine", "pinned"] = "engine"
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+
+
+class Loss(Section):
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: no division by the group's standard deviation
+    aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"  # fixed: Dr.GRPO's constant length
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.28
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # k3 to the reference; 0 keeps no reference
+
+
+class Optimizer(Section):
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
+    minimum_learning_rate: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["constant", "cosine"] = "constant"
+    warm_up_steps: Annotated[int, Field(ge=0)] = 0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    epsilon: float = 1e-8
+    clip_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    stop_after_skipped_steps: Count = 3  # in a row, for gradients that are not finite
+
+
+class Training(Section):
+    trajectories_per_step: Count = 32  # B
+    tp: Count = 1
+    pp: Count = 1
+    cp: Count = 1
+    packing: Literal["group", "global"] = "group"  # group: micro-batches never span groups
+    micro_batch_tokens: Count = 8192
+    logprob_chunk_tokens: Count = 1024
+    loss: Loss = Loss()
+    optimizer: Optimizer = Optimizer()
+
+
+class Channel(Section):
+    backend: Literal["gloo", "nccl", "hccl"] | None = None  # default: gloo on cpu, nccl on cuda, hccl on npu
+    queue_bytes: Count = 1 << 30  # groups on their way; then rollout waits to send
+    weight_bucket_bytes: Count = 512 << 20
+
+
+class Evaluation(Section):
+    prompts: Annotated[int, Field(ge=0)] = 0  # held-out; 0: no evaluation
+    every_iterations: Annotated[int, Field(ge=0)] = 0  # 0: before the first and after the last only
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+
+
+class Limits(Section):
+    """How long anything may be waited for."""
+
+    start_s: Seconds = 600.0
+    message_s: Seconds = 600.0
+    collective_s: Seconds = 600.0
+    heartbeat_s: Seconds = 10.0
+    stop_s: Seconds = 20.0
+
+
+class Config(Section):
+    run: Run = Run()
+    cluster: Cluster = Cluster()
+    model: Model
+    data: Data
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    admission: Admission = Admission()
+    placement: Placement = Placement()
+    pipeline: Pipeline = Pipeline()
+    training: Training = Training()
+    channel: Channel = Channel()
+    evaluation: Evaluation = Evaluation()
+    limits: Limits = Limits()
+
+    @property
+    def engines(self) -> int:
+        return self.cluster.rollout_ranks // self.engine.tp
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas of the trainer."""
+        return self.cluster.training_ranks // (self.training.tp * self.training.pp * self.training.cp)
+
+    @property
+    def groups_per_step(self) -> int:
+        """U"""
+        return self.training.trajectories_per_step // self.rollout.trajectories_per_group
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """S"""
+        return self.rollout.groups_per_iteration // self.groups_per_step
+
+    @property
+    def backend(self) -> str:
+        return self.channel.backend or {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[self.cluster.accelerator]
+
+    @property
+    def dtype(self) -> str:
+        return self.model.dtype or ("float32" if self.cluster.accelerator == "cpu" else "bfloat16")
+
+    def arithmetic(self) -> str:
+        """The line every run starts with."""
+        r, k = self.rollout.groups_per_iteration, self.rollout.trajectories_per_group
+        return (
+            f"R {r} groups x K {k} trajectories = N {r * k} an iteration = S {self.steps_per_iteration} steps"
+            f" x B {self.training.trajectories_per_step} trajectories (U {self.groups_per_step} groups a step)"
+        )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Config:
+        for problem in _problems(self):
+            raise ValueError(problem)
+        return self
+
+
+def _problems(c: Config) -> list[str]:
+    """What cannot work, each with the nearest that would."""
+    found: list[str] = []
+    r, k, b = c.rollout.groups_per_iteration, c.rollout.trajectories_per_group, c.training.trajectories_per_step
+    if b % k:
+        down = max(k, b // k * k)
+        found.append(f"training.trajectories_per_step = {b} is not a whole number of groups of K = {k}; nearest: {down}, {(b // k + 1) * k}")
+    elif r * k % b:
+        fits = [u * k for u in range(1, r + 1) if r % u == 0]
+        below = [x for x in fits if x < b][-1:]
+        above = [x for x in fits if x > b][:1]
+        found.append(
+            f"training.trajectories_per_step = {b} does not divide R x K = {r} x {k} = {r * k}; nearest: {', '.join(map(str, below + above))}"
+        )
+    lockstep = c.training.tp * c.training.pp * c.training.cp
+    if c.cluster.training_ranks % lockstep:
+        found.append(
+            f"cluster.training_ranks = {c.cluster.training_ranks} is not tp x pp x cp x dp ="
+            f" {c.training.tp} x {c.training.pp} x {c.training.cp} x dp; wanted: a multiple of {lockstep}"
+        )
+    if c.cluster.rollout_ranks % c.engine.tp:
+        found.append(f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}")
+    if c.pipeline.mode == "exact" and c.training.packing == "global":
+        found.append("pipeline.mode = exact wants training.packing = group (a micro-batch must not depend on arrival)")
+    if c.pipeline.max_staleness:
+        found.append("pipeline.max_staleness = %d: only 0 (on-policy) is built" % c.pipeline.max_staleness)
+    if c.evaluation.prompts and c.data.held_out is None:
+        found.append(f"evaluation.prompts = {c.evaluation.prompts} wants data.held_out")
+    wants = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[c.cluster.accelerator]
+    if c.backend not in ("gloo", wants):
+        found.append(f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator}; wanted: gloo or {wants}")
+    return found
+
+
+def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Config:
+    """Read, merge, check. Raises ConfigError with one line."""
+    tree = _read(Path(path), ())
+    for text in overrides:
+        _override(tree, text)
+    return parse(tree, str(path))
+
+
+def parse(tree: dict[str, Any], source: str) -> Config:
+    """Check a merged tree; `source` is what messages name."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{source}: {_sentence(first)}") from None
+
+
+def dump(config: Config) -> str:
+    """The resolved config as YAML; `load` reads it back."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _sentence(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        import difflib
+
+        section: Any = Config
+        for part in error["loc"][:-1]:
+            section = _section(section, str(part))
+        names = list(section.model_fields) if section is not None else []
+        close = difflib.get_close_matches(str(error["loc"][-1]), names, 1)
+        return f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}" if names else "")
+    if error["type"] == "missing":
+        return f"{key}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    if not key:
+        return str(message)
+    if error["type"] == "value_error":
+        return f"{key} {message}"
+    message = message[0].lower() + message[1:]
+    return f"{key} = {error['input']!r}: {message}"
+
+
+def _section(owner: Any, name: str) -> Any:
+    """The Section class behind a key, or None."""
+    if owner is None or name not in owner.model_fields:
+        return None
+    annotation = owner.model_fields[name].annotation
+    options = [annotation, *getattr(annotation, "__args__", ())]
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: includes itself")
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        tree = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        at = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{at}: not YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: wants a mapping of sections, found {type(tree).__name__}")
+    includes = tree.pop("include", [])
+    if isinstance(includes, str):
+        includes = [includes]
+    merged: dict[str, Any] = {}
+    for name in includes:
+        _merge(merged, _read(path.parent / name, (*above, path.resolve())))
+    _merge(merged, tree)
+    return merged
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge(below[key], value)
+        else:
+            below[key] = value
+
+
+def _override(tree: dict[str, Any], text: str) -> None:
+    key, found, value = text.partition("=")
+    if not found or not key:
+        raise ConfigError(f"{text!r}: wanted key=value, such as run.seed=1")
+    at = tree
+    *sections, last = key.split(".")
+    for name in sections:
+        inner = at.setdefault(name, {})
+        if inner is None:
+            inner = at[name] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{text!r}: {name} is not a section")
+        at = inner
+    try:
+        at[last] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{text!r}: the value is not YAML") from None

@@ -1,0 +1,81 @@
+"""What does rpipe ask of a trainer?
+
+A trainer is the same object on every training rank. The ranks of one data-parallel replica (tp x pp x cp) call
+`accumulate` with the same micro-batches in the same order; replicas may call it a different number of times, even never.
+All ranks meet in `begin_step`, `finish_step`, `weight_buckets`, `save` and `load`. Implemented by `megatron.MegatronTrainer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rpipe.core.types import Sequences
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One optimizer step, the same on every rank. Means are over the step's trained tokens."""
+
+    skipped: bool  # a gradient was not finite: weights are unchanged
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    entropy: float  # nats
+    clip_fraction: float
+    kl: float  # k3 to the reference, 0 where none is kept
+    logprob_gap_mean: float  # |log-prob given - log-prob now|, over trained tokens
+    logprob_gap_max: float
+    trained_tokens: int
+    sequences: int
+
+
+class Trainer(Protocol):
+    @property
+    def replica(self) -> int:
+        """Which data-parallel replica this rank belongs to."""
+        ...
+
+    @property
+    def replicas(self) -> int: ...
+
+    def begin_step(self) -> None:
+        """Zero the gradient buffers and the sums."""
+        ...
+
+    def accumulate(self, batch: Sequences) -> None:
+        """Forward and backward; the loss is a SUM, nothing is scaled or reduced."""
+        ...
+
+    def finish_step(self) -> StepStats:
+        """Reduce, divide once by the step's denominator over all replicas, clip, step, advance the schedule."""
+        ...
+
+    def weight_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Whole tensors under Hugging Face names, in one fixed order, a bucket at a time; tensors are valid on rank 0."""
+        ...
+
+    def weight_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of what `weight_buckets` yields, in its order."""
+        ...
+
+    def export_grads(self) -> dict[str, torch.Tensor]:
+        """This replica's accumulated, unreduced gradients (sums) under Hugging Face names, whole over tp."""
+        ...
+
+    def save(self, directory: Path, extra: dict[str, Any]) -> None:
+        """Model, optimizer, schedule and random state; `extra` is JSON. Complete or absent, never half."""
+        ...
+
+    def load(self, directory: Path) -> dict[str, Any]:
+        """The inverse, under any tp and dp; returns `extra`."""
+        ...
+
+    def export_hf(self, directory: Path) -> None:
+        """Weights, config and tokenizer as transformers reads them."""
+        ...
