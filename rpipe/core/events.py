@@ -215,6 +215,7 @@ class MicroBatchDone(Event):
     replica: int
     micro_batch: int
     started_t: float
+    ended_t: float  # by the replica; `t` is later where the coordinator was itself computing
     trajectories: int
     tokens: int
 
