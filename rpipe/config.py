@@ -112,7 +112,7 @@ class Reward(Section):
     workers: Count = 1
     deadline_s: Seconds = 10.0  # a function that takes longer is killed and scores 0
     memory_bytes: Count = 2 << 30  # address space of one worker
-    shuffle: bool = False  # a control: rewards permuted over the iteration's trajectories; nothing can be learned
+    shuffle: bool = False  # a control: advantages follow rewards permuted within each group; nothing can be learned
 
 
 class Rollout(Section):
@@ -143,7 +143,7 @@ class Admission(Section):
     policy: Literal["fifo", "frontier"] = "frontier"
     frontier_groups: Count = 2  # F_w
     backfill: Literal["none", "kv_budget"] = "none"
-    backfill_tokens: Annotated[int, Field(ge=0)] = 0  # kv_budget: KV tokens that backfilled groups may reserve
+    backfill_tokens: Annotated[int, Field(ge=0)] = 0  # kv_budget: deferred groups enter while all in service may need at most this many KV tokens
 
 
 class Placement(Section):

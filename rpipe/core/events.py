@@ -36,7 +36,7 @@ class GroupSpec(Struct, frozen=True):
 # ---- rollout coordinator: events ------------------------------------------------------------------------------------
 
 
-class RolloutRequested(Event):
+class RolloutRequested(Event, frozen=True):
     """The driver drew these groups, in submission order. `version` is the only one they may be sampled under."""
 
     iteration: int
@@ -46,7 +46,7 @@ class RolloutRequested(Event):
     groups: tuple[GroupSpec, ...]
 
 
-class TurnFinished(Event):
+class TurnFinished(Event, frozen=True):
     """An engine answered. Times are the engine owner's, on the job's clock."""
 
     trajectory: TrajectoryId
@@ -59,7 +59,7 @@ class TurnFinished(Event):
     version: Version
 
 
-class TrajectoryScored(Event):
+class TrajectoryScored(Event, frozen=True):
     """`error` is empty, or why the reward function gave no score (`reward` is then 0)."""
 
     trajectory: TrajectoryId
@@ -68,19 +68,19 @@ class TrajectoryScored(Event):
     error: str = ""
 
 
-class GroupReceived(Event):
+class GroupReceived(Event, frozen=True):
     """The trainer holds the group's tensors; their host memory here may go."""
 
     group: GroupId
 
 
-class WeightsOffered(Event):
+class WeightsOffered(Event, frozen=True):
     """The trainer will broadcast `version`; every engine must join."""
 
     version: Version
 
 
-class EngineUpdated(Event):
+class EngineUpdated(Event, frozen=True):
     """This engine now holds `version` and its prefix cache is empty. The first one also says that it is up."""
 
     engine: int
@@ -88,21 +88,27 @@ class EngineUpdated(Event):
     started_t: float
 
 
-class DeadlinePassed(Event):
+class DeadlinePassed(Event, frozen=True):
     """The clock went past `next_deadline_t`."""
+
+
+class StopRequested(Event, frozen=True):
+    """To both coordinators: end at the next point where nothing computed is lost. To rollout it comes from the trainer."""
+
+    reason: str
 
 
 # ---- rollout coordinator: commands ----------------------------------------------------------------------------------
 
 
-class UpdateEngine(Command):
+class UpdateEngine(Command, frozen=True):
     """Join the broadcast of `version`, then drop the prefix cache."""
 
     engine: int
     version: Version
 
 
-class SendTurn(Command):
+class SendTurn(Command, frozen=True):
     """Generate. Higher `priority` goes first in the engine's queue."""
 
     trajectory: TrajectoryId
@@ -111,24 +117,24 @@ class SendTurn(Command):
     version: Version
 
 
-class AbortTurn(Command):
+class AbortTurn(Command, frozen=True):
     """Stop generating; what there is comes back as a TurnFinished with finish "abort"."""
 
     trajectory: TrajectoryId
     engine: int
 
 
-class ScoreTrajectory(Command):
+class ScoreTrajectory(Command, frozen=True):
     trajectory: TrajectoryId
 
 
-class ServingComplete(Command):
+class ServingComplete(Command, frozen=True):
     """All K trajectories stopped generating: the group leaves the frontier (RolloutPipe's first signal)."""
 
     group: GroupId
 
 
-class SendGroup(Command):
+class SendGroup(Command, frozen=True):
     """Trainable-complete (RolloutPipe's second signal): rewards are in, advantages are known, to the trainer's FIFO."""
 
     group: GroupId
@@ -139,7 +145,7 @@ class SendGroup(Command):
     advantages: tuple[float, ...]
 
 
-class DropGroup(Command):
+class DropGroup(Command, frozen=True):
     """The filter refused the group; the trainer never sees it."""
 
     group: GroupId
@@ -149,7 +155,7 @@ class DropGroup(Command):
     reason: str
 
 
-class EndRollout(Command):
+class EndRollout(Command, frozen=True):
     """Every group of this iteration was sent or dropped. Goes to the trainer after the last SendGroup."""
 
     iteration: int
@@ -158,7 +164,7 @@ class EndRollout(Command):
     groups_dropped: int
 
 
-class EndEvaluation(Command):
+class EndEvaluation(Command, frozen=True):
     """Every held-out trajectory was scored."""
 
     iteration: int
@@ -167,7 +173,13 @@ class EndEvaluation(Command):
     reward_mean: float
 
 
-class RequestRollout(Command):
+class ConfirmWeights(Command, frozen=True):
+    """Every engine holds `version`: tell the trainer."""
+
+    version: Version
+
+
+class RequestRollout(Command, frozen=True):
     """All engines hold `version`: draw the prompts of this evaluation or iteration, then send RolloutRequested."""
 
     iteration: int
@@ -175,21 +187,23 @@ class RequestRollout(Command):
     purpose: Purpose
 
 
-class FinishRun(Command):
-    """Nothing is left to do: close engines and leave."""
+class FinishRun(Command, frozen=True):
+    """Nothing is left to do: close engines and leave. `reason` is empty at a normal end."""
+
+    reason: str = ""
 
 
 # ---- training coordinator: events -----------------------------------------------------------------------------------
 
 
-class TrainerReady(Event):
+class TrainerReady(Event, frozen=True):
     """All training ranks stand, with weights of `version`; `iteration` is the next to train."""
 
     iteration: int
     version: Version
 
 
-class GroupArrived(Event):
+class GroupArrived(Event, frozen=True):
     """A complete group's tensors are here. `tokens[i]` counts prompt and response of trajectory i."""
 
     group: GroupId
@@ -200,7 +214,15 @@ class GroupArrived(Event):
     nbytes: int
 
 
-class RolloutEnded(Event):
+class GroupDropped(Event, frozen=True):
+    """What DropGroup said, seen by the trainer: exact mode does not wait for this submission order."""
+
+    group: GroupId
+    order: int
+    iteration: int
+
+
+class RolloutEnded(Event, frozen=True):
     """What EndRollout said, seen by the trainer."""
 
     iteration: int
@@ -209,7 +231,7 @@ class RolloutEnded(Event):
     groups_dropped: int
 
 
-class MicroBatchDone(Event):
+class MicroBatchDone(Event, frozen=True):
     """Forward and backward of one micro-batch, on all ranks of one data-parallel replica."""
 
     replica: int
@@ -220,7 +242,7 @@ class MicroBatchDone(Event):
     tokens: int
 
 
-class StepDone(Event):
+class StepDone(Event, frozen=True):
     """Gradients reduced, scaled, clipped and applied (or skipped: not finite). Means are over the step's trained tokens."""
 
     step: int
@@ -237,15 +259,15 @@ class StepDone(Event):
     trained_tokens: int
 
 
-class WeightsPublished(Event):
-    """Every engine holds `version`."""
+class WeightsPublished(Event, frozen=True):
+    """What ConfirmWeights said, seen by the trainer."""
 
     version: Version
     started_t: float
     nbytes: int
 
 
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, frozen=True):
     iteration: int
     started_t: float
     path: str
@@ -258,17 +280,17 @@ class Slice(Struct, frozen=True):
     """Some trajectories of one group."""
 
     group: GroupId
-    indices: tuple[int, ...]
+    samples: tuple[int, ...]
 
 
-class BeginStep(Command):
+class BeginStep(Command, frozen=True):
     """Zero the gradient buffers on every rank."""
 
     step: int
     iteration: int
 
 
-class TrainMicroBatch(Command):
+class TrainMicroBatch(Command, frozen=True):
     """Forward and backward on one data-parallel replica; gradients add up, nothing is scaled or reduced."""
 
     micro_batch: int
@@ -278,7 +300,7 @@ class TrainMicroBatch(Command):
     tokens: int
 
 
-class FinishStep(Command):
+class FinishStep(Command, frozen=True):
     """All its groups were consumed: reduce, divide once by the step's own denominator, clip, step."""
 
     step: int
@@ -286,28 +308,28 @@ class FinishStep(Command):
     groups: tuple[GroupId, ...]
 
 
-class PublishWeights(Command):
+class PublishWeights(Command, frozen=True):
     version: Version
 
 
-class SaveCheckpoint(Command):
+class SaveCheckpoint(Command, frozen=True):
     """State after `iteration` iterations were trained."""
 
     iteration: int
     version: Version
 
 
-class StopTraining(Command):
+class StopTraining(Command, frozen=True):
     """Nothing is left to do; `reason` is empty at a normal end."""
 
     reason: str = ""
 
 
-RolloutEvent = RolloutRequested | TurnFinished | TrajectoryScored | GroupReceived | WeightsOffered | EngineUpdated | DeadlinePassed
-TrainingEvent = TrainerReady | GroupArrived | RolloutEnded | MicroBatchDone | StepDone | WeightsPublished | CheckpointSaved
+RolloutEvent = RolloutRequested | TurnFinished | TrajectoryScored | GroupReceived | WeightsOffered | EngineUpdated | DeadlinePassed | StopRequested
+TrainingEvent = StopRequested | TrainerReady | GroupArrived | GroupDropped | RolloutEnded | MicroBatchDone | StepDone | WeightsPublished | CheckpointSaved
 RolloutCommand = (
     UpdateEngine | SendTurn | AbortTurn | ScoreTrajectory | ServingComplete | SendGroup | DropGroup | EndRollout | EndEvaluation
-    | RequestRollout | FinishRun
+    | ConfirmWeights | RequestRollout | FinishRun
 )
 TrainingCommand = BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining
 AnyEvent = RolloutEvent | TrainingEvent

@@ -23,7 +23,7 @@ class TrajectoryId(NamedTuple):
     """One sampled response of one group."""
 
     group: GroupId
-    index: int
+    sample: int  # 0 .. K-1
 
 
 @dataclass(frozen=True, slots=True)

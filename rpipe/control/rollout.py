@@ -1,0 +1,303 @@
+"""The rollout coordinator: from weights on the engines to complete groups on their way to the trainer.
+
+    WeightsOffered       -> UpdateEngine on each         all updated -> RequestRollout (evaluation if due, else the iteration)
+    RolloutRequested     -> SendTurn for admitted groups (admission policy), engine by placement policy
+    TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier, admit again
+    TrajectoryScored     -> all K scored -> SendGroup | DropGroup; all R done -> EndRollout
+    DeadlinePassed       -> AbortTurn for what ran too long; what it has is scored
+    StopRequested        -> FinishRun
+
+A state machine without IO: no clock (time is `event.t`), no randomness, ties break by id. The same object runs in the job
+and, later, in the simulator; replaying a log's events gives the same commands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
+from rpipe.core.events import (
+    AbortTurn,
+    ConfirmWeights,
+    DeadlinePassed,
+    DropGroup,
+    EndEvaluation,
+    EndRollout,
+    EngineUpdated,
+    FinishRun,
+    GroupReceived,
+    Purpose,
+    RequestRollout,
+    RolloutCommand,
+    RolloutEvent,
+    RolloutRequested,
+    ScoreTrajectory,
+    SendGroup,
+    SendTurn,
+    ServingComplete,
+    StopRequested,
+    TrajectoryScored,
+    TurnFinished,
+    UpdateEngine,
+    WeightsOffered,
+)
+from rpipe.core.types import GroupId, TrajectoryId, Version
+from rpipe.policy.admission import Admission, RolloutLoad
+from rpipe.policy.advantage import Advantage, shuffled, zero_variance
+from rpipe.policy.placement import Placement
+
+BYTES_PER_TOKEN = 9  # of a group on the channel: id 4, mask 1, log-prob 4
+BYTES_PER_TRAJECTORY = 16
+
+
+class OffPolicy(AssertionError):
+    """Tokens of another weight version than the rollout's reached a coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What the coordinator takes from the config: numbers and policies."""
+
+    engines: int
+    iterations: int
+    max_new_tokens: int
+    trajectory_deadline_s: float
+    queue_bytes: int  # of groups sent and not yet received; beyond it nothing new is admitted
+    admission: Admission
+    placement: Placement
+    advantage: Advantage
+    drop_zero_variance: bool = False
+    shuffle_rewards: bool = False
+    evaluate: bool = False
+    evaluate_every_iterations: int = 0  # 0: before the first and after the last only
+
+
+class RolloutCoordinator:
+    """`on(event)` returns what must be done, in order. Raises AssertionError where the events cannot be true."""
+
+    def __init__(self, settings: RolloutSettings) -> None:
+        self.settings = settings
+        self.done = False
+        self.version: Version = -1  # offered or held by the engines
+        self.iteration = -1
+        self.purpose: Purpose = "train"
+        self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
+        self.in_flight = [0] * settings.engines  # trajectories on each engine
+        self._updating: set[int] = set()
+        self._deferred: list[GroupRecord] = []  # reversed: the next is last
+        self._in_service: dict[GroupId, GroupRecord] = {}
+        self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent, which is that of their deadlines
+        self._unreceived_bytes: dict[GroupId, int] = {}
+        self._evaluated: Version = -1
+        self._sent = self._dropped = 0
+
+    def on(self, event: RolloutEvent) -> list[RolloutCommand]:
+        if self.done:
+            return []
+        match event:
+            case TurnFinished():
+                return self._turn_finished(event)
+            case TrajectoryScored():
+                return self._scored(event)
+            case GroupReceived():
+                del self._unreceived_bytes[event.group]
+                return self._admit(event.t)
+            case RolloutRequested():
+                return self._requested(event)
+            case WeightsOffered():
+                return self._offered(event)
+            case EngineUpdated():
+                return self._updated(event)
+            case DeadlinePassed():
+                return self._deadline(event)
+            case StopRequested():
+                self.done = True
+                return [FinishRun(reason=event.reason)]
+
+    @property
+    def next_deadline_t(self) -> float | None:
+        """When DeadlinePassed is due, or None."""
+        return next((r.deadline_t for r in self._running.values() if not r.aborted), None)
+
+    @property
+    def groups_in_service(self) -> int:
+        return len(self._in_service)
+
+    @property
+    def groups_deferred(self) -> int:
+        return len(self._deferred)
+
+    @property
+    def groups_sent(self) -> int:
+        return self._sent
+
+    def waiting_for(self) -> str:
+        """What has not happened yet, for the message of a wait that ended."""
+        if self._updating:
+            return f"engines {sorted(self._updating)} to hold weights of version {self.version}"
+        if self._running:
+            trajectory, record = next(iter(self._running.items()))
+            return f"trajectory {trajectory.group}.{trajectory.sample} on engine {record.engine} (and {len(self._running) - 1} others)"
+        unscored = [g.group for g in self.groups.values() if g.state is GroupState.SERVED]
+        if unscored:
+            return f"the rewards of group {unscored[0]}"
+        if self._unreceived_bytes:
+            return f"the trainer to receive group {next(iter(self._unreceived_bytes))}"
+        return f"the trainer's weights of version {self.version + 1}"
+
+    # ---- weights
+
+    def _offered(self, event: WeightsOffered) -> list[RolloutCommand]:
+        assert event.version > self.version, f"weights of version {event.version} offered after {self.version}"
+        assert not self._running and not self._updating, "weights offered while trajectories run"
+        self.version = event.version
+        self._updating = set(range(self.settings.engines))
+        return [UpdateEngine(engine=e, version=event.version) for e in range(self.settings.engines)]
+
+    def _updated(self, event: EngineUpdated) -> list[RolloutCommand]:
+        assert event.version == self.version, f"engine {event.engine} holds version {event.version}, not {self.version}"
+        self._updating.remove(event.engine)
+        return [] if self._updating else [ConfirmWeights(version=self.version), *self._next_rollout()]
+
+    def _next_rollout(self) -> list[RolloutCommand]:
+        """All engines hold `version`, which is also the number of iterations trained."""
+        s, version = self.settings, self.version
+        due = version in (0, s.iterations) or (s.evaluate_every_iterations and version % s.evaluate_every_iterations == 0)
+        if s.evaluate and due and self._evaluated != version:
+            self._evaluated = version
+            return [RequestRollout(iteration=version, version=version, purpose="eval")]
+        if version < s.iterations:
+            return [RequestRollout(iteration=version, version=version, purpose="train")]
+        self.done = True
+        return [FinishRun()]
+
+    # ---- one rollout
+
+    def _requested(self, event: RolloutRequested) -> list[RolloutCommand]:
+        assert event.version == self.version, f"rollout of version {event.version} on engines of version {self.version}"
+        assert not self._running and not self._deferred, "a rollout was requested while another one runs"
+        self.iteration, self.purpose = event.iteration, event.purpose
+        self._sent = self._dropped = 0
+        self.groups = {
+            spec.group: GroupRecord(
+                spec.group, order, spec.prompt_tokens, [TrajectoryRecord() for _ in range(event.trajectories_per_group)]
+            )
+            for order, spec in enumerate(event.groups)
+        }
+        self._deferred = list(reversed(self.groups.values()))
+        return self._admit(event.t)
+
+    def _demand_tokens(self, group: GroupRecord) -> int:
+        return len(group.trajectories) * (group.prompt_tokens + self.settings.max_new_tokens)
+
+    def _admit(self, t: float) -> list[RolloutCommand]:
+        commands: list[RolloutCommand] = []
+        reserved = sum(self._demand_tokens(g) for g in self._in_service.values())
+        while self._deferred and sum(self._unreceived_bytes.values()) <= self.settings.queue_bytes:
+            group = self._deferred[-1]
+            demand = self._demand_tokens(group)
+            if not self.settings.admission.admits(demand, RolloutLoad(len(self._in_service), reserved)):
+                break
+            self._deferred.pop()
+            group.become(GroupState.IN_SERVICE)
+            self._in_service[group.group] = group
+            reserved += demand
+            commands += self._send(group, t)
+        return commands
+
+    def _send(self, group: GroupRecord, t: float) -> list[RolloutCommand]:
+        commands: list[RolloutCommand] = []
+        sibling: int | None = None
+        for index in range(len(group.trajectories)):
+            record = group.trajectory(index, TrajectoryState.RUNNING)
+            record.engine = sibling = self.settings.placement.place(self.in_flight, sibling)
+            record.deadline_t = t + self.settings.trajectory_deadline_s
+            self.in_flight[record.engine] += 1
+            trajectory = TrajectoryId(group.group, index)
+            self._running[trajectory] = record
+            commands.append(SendTurn(trajectory=trajectory, engine=record.engine, priority=-group.order, version=self.version))
+        return commands
+
+    def _turn_finished(self, event: TurnFinished) -> list[RolloutCommand]:
+        trajectory = event.trajectory
+        if event.version != self.version:
+            raise OffPolicy(
+                f"trajectory {trajectory.group}.{trajectory.sample}: engine {event.engine} sampled under version {event.version},"
+                f" the rollout's is {self.version}"
+            )
+        group = self.groups[trajectory.group]
+        record = group.trajectory(trajectory.sample, TrajectoryState.GENERATED)
+        record.output_tokens = event.output_tokens
+        del self._running[trajectory]
+        self.in_flight[record.engine] -= 1
+        group.unfinished -= 1
+        commands: list[RolloutCommand] = [ScoreTrajectory(trajectory=trajectory)]
+        if not group.unfinished:
+            group.become(GroupState.SERVED)
+            del self._in_service[group.group]
+            commands.append(ServingComplete(group=group.group))
+            commands += self._admit(event.t)
+        return commands
+
+    def _scored(self, event: TrajectoryScored) -> list[RolloutCommand]:
+        group = self.groups[event.trajectory.group]
+        group.trajectory(event.trajectory.sample, TrajectoryState.SCORED).reward = event.reward
+        group.unscored -= 1
+        if group.unscored:
+            return []
+        return [*self._materialize(group), *self._end_if_complete()]
+
+    def _materialize(self, group: GroupRecord) -> list[RolloutCommand]:
+        """RolloutPipe, section 3.2: all finished, all scored -> filter, then advantages."""
+        rewards = group.rewards
+        if self.purpose == "eval":
+            group.become(GroupState.SENT)
+            self._sent += 1
+            return []
+        if self.settings.drop_zero_variance and zero_variance(rewards):
+            group.become(GroupState.DROPPED)
+            self._dropped += 1
+            return [
+                DropGroup(group=group.group, order=group.order, iteration=self.iteration, rewards=rewards, reason="zero variance")
+            ]
+        group.become(GroupState.SENT)
+        self._sent += 1
+        self._unreceived_bytes[group.group] = (
+            group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
+        )
+        credited = shuffled(rewards, group.group) if self.settings.shuffle_rewards else rewards
+        return [
+            SendGroup(
+                group=group.group,
+                order=group.order,
+                iteration=self.iteration,
+                version=self.version,
+                rewards=rewards,
+                advantages=self.settings.advantage(credited),
+            )
+        ]
+
+    def _end_if_complete(self) -> list[RolloutCommand]:
+        if self._sent + self._dropped < len(self.groups):
+            return []
+        if self.purpose == "eval":
+            rewards = [r for g in self.groups.values() for r in g.rewards]
+            end = EndEvaluation(
+                iteration=self.iteration, version=self.version, count=len(rewards), reward_mean=sum(rewards) / len(rewards)
+            )
+            return [end, *self._next_rollout()]
+        return [
+            EndRollout(iteration=self.iteration, version=self.version, groups_sent=self._sent, groups_dropped=self._dropped)
+        ]
+
+    # ---- deadlines
+
+    def _deadline(self, event: DeadlinePassed) -> list[RolloutCommand]:
+        commands: list[RolloutCommand] = []
+        for trajectory, record in self._running.items():
+            if record.deadline_t > event.t:
+                break
+            if not record.aborted:
+                record.aborted = True
+                commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
+        return commands

@@ -1,0 +1,101 @@
+"""Where is a trajectory, where is a group, and what may follow?
+
+    trajectory   PENDING -> RUNNING -> GENERATED -> SCORED
+    group        DEFERRED -> IN_SERVICE -> SERVED -> SENT | DROPPED
+
+SERVED is RolloutPipe's serving-complete, SENT its trainable-complete. Every change goes through `move`, the one place
+where an illegal one is caught.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from rpipe.core.types import GroupId
+
+
+class TrajectoryState(Enum):
+    PENDING = "pending"
+    RUNNING = "running"
+    GENERATED = "generated"
+    SCORED = "scored"
+
+
+class GroupState(Enum):
+    DEFERRED = "deferred"
+    IN_SERVICE = "in service"
+    SERVED = "served"
+    SENT = "sent"
+    DROPPED = "dropped"
+
+
+_AFTER: dict[Enum, tuple[Enum, ...]] = {
+    TrajectoryState.PENDING: (TrajectoryState.RUNNING,),
+    TrajectoryState.RUNNING: (TrajectoryState.GENERATED,),
+    TrajectoryState.GENERATED: (TrajectoryState.SCORED,),
+    TrajectoryState.SCORED: (),
+    GroupState.DEFERRED: (GroupState.IN_SERVICE,),
+    GroupState.IN_SERVICE: (GroupState.SERVED,),
+    GroupState.SERVED: (GroupState.SENT, GroupState.DROPPED),
+    GroupState.SENT: (),
+    GroupState.DROPPED: (),
+}
+
+S = TypeVar("S", TrajectoryState, GroupState)
+
+
+class IllegalTransition(AssertionError):
+    """A coordinator was told something that cannot follow; a bug of ours or a message delivered twice."""
+
+
+def move(name: str, before: S, after: S) -> S:
+    """`after`, if it may follow `before`."""
+    if after not in _AFTER[before]:
+        raise IllegalTransition(f"{name}: {before.value} cannot become {after.value}")
+    return after
+
+
+@dataclass(slots=True)
+class TrajectoryRecord:
+    state: TrajectoryState = TrajectoryState.PENDING
+    engine: int = -1
+    deadline_t: float = 0.0
+    aborted: bool = False
+    output_tokens: int = 0
+    reward: float = 0.0
+
+
+@dataclass(slots=True)
+class GroupRecord:
+    """One group of the current rollout and its K trajectories."""
+
+    group: GroupId
+    order: int
+    prompt_tokens: int
+    trajectories: list[TrajectoryRecord]
+    state: GroupState = GroupState.DEFERRED
+    unfinished: int = field(init=False)  # trajectories still generating
+    unscored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unfinished = self.unscored = len(self.trajectories)
+
+    def become(self, state: GroupState) -> None:
+        self.state = move(f"group {self.group}", self.state, state)
+
+    def trajectory(self, index: int, state: TrajectoryState) -> TrajectoryRecord:
+        """Move trajectory `index` and return it."""
+        record = self.trajectories[index]
+        record.state = move(f"trajectory {self.group}.{index}", record.state, state)
+        return record
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(t.reward for t in self.trajectories)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response tokens of all trajectories."""
+        return sum(self.prompt_tokens + t.output_tokens for t in self.trajectories)

@@ -1,0 +1,296 @@
+"""The training coordinator: from groups in the FIFO to optimizer steps and published weights.
+
+    TrainerReady         -> PublishWeights (also at the start: every engine proves that it can be reached)
+    WeightsPublished     -> SaveCheckpoint if due; the last version -> StopTraining
+    GroupArrived         -> BeginStep, TrainMicroBatch ... as soon as the mode allows
+    MicroBatchDone       -> more for a replica that pulls; all of the step's -> FinishStep
+    StepDone             -> the next step; all groups consumed -> PublishWeights(v + 1)
+
+Modes choose only *when* a group may be consumed and *in which order*:
+
+    serial   after RolloutEnded, by submission order     (the baseline: finish the rollout, then train)
+    exact    on arrival, by submission order             (same steps, owners and packing as serial: the same bits)
+    fifo     on arrival, by arrival order; replicas pull
+
+A step is U complete groups; the last one of an iteration is shorter where groups were dropped. A state machine without
+IO, as control.rollout is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rpipe.control.rollout import OffPolicy
+from rpipe.core.events import (
+    BeginStep,
+    CheckpointSaved,
+    FinishStep,
+    GroupArrived,
+    GroupDropped,
+    MicroBatchDone,
+    PublishWeights,
+    RolloutEnded,
+    SaveCheckpoint,
+    Slice,
+    StepDone,
+    StopRequested,
+    StopTraining,
+    TrainerReady,
+    TrainingCommand,
+    TrainingEvent,
+    TrainMicroBatch,
+    WeightsPublished,
+)
+from rpipe.core.types import GroupId, Version
+from rpipe.policy.batching import Item, owners, pack, take
+
+AHEAD = 2  # micro-batches a pulling replica may hold: one it works on and one that is already there
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    mode: Literal["serial", "fifo", "exact"]
+    span_groups: bool  # training.packing = global
+    groups_per_step: int  # U
+    replicas: int
+    micro_batch_tokens: int
+    iterations: int
+    checkpoint_every_iterations: int = 0  # 0: only at the end
+    stop_after_skipped_steps: int = 3
+
+
+@dataclass(slots=True)
+class Step:
+    """The optimizer step that is being accumulated."""
+
+    groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
+    pending: list[Item] = field(default_factory=list)  # fifo: not yet pulled
+    held: list[int] = field(default_factory=list)  # micro-batches on each replica
+    closed: bool = False  # no group will join
+    finishing: bool = False
+
+
+class TrainingCoordinator:
+    """`on(event)` returns what must be done, in order. Raises AssertionError where the events cannot be true."""
+
+    def __init__(self, settings: TrainingSettings) -> None:
+        self.settings = settings
+        self.done = False
+        self.iteration = -1
+        self.version: Version = -1
+        self.steps_done = 0  # over the whole run
+        self.groups_consumed = 0  # of this iteration
+        self._fifo: list[GroupArrived] = []  # in the order in which they will be consumed
+        self._dropped_orders: set[int] = set()
+        self._next_order = 0  # exact: of the next group to consume
+        self._ended: RolloutEnded | None = None
+        self._step: Step | None = None
+        self._micro_batches = 0
+        self._skipped_in_row = 0
+        self._steps_this_iteration = 0
+        self._stop: str | None = None
+        self._saved_version: Version = -1
+
+    def on(self, event: TrainingEvent) -> list[TrainingCommand]:
+        if self.done:
+            return []
+        match event:
+            case GroupArrived():
+                self._arrived(event)
+            case GroupDropped():
+                self._current(event.iteration, event.group)
+                self._dropped_orders.add(event.order)
+            case RolloutEnded():
+                self._ended = event
+            case MicroBatchDone():
+                assert self._step is not None
+                self._step.held[event.replica] -= 1
+            case StepDone():
+                return self._step_done(event)
+            case TrainerReady():
+                self.iteration, self.version = event.iteration, event.version
+                self._saved_version = event.version if event.iteration else -1
+                self.steps_done = 0
+                return [PublishWeights(version=event.version)]
+            case WeightsPublished():
+                return self._published(event)
+            case CheckpointSaved():
+                return self._saved()
+            case StopRequested():
+                return self._stop_requested(event)
+        return self._advance()
+
+    @property
+    def groups_ready(self) -> int:
+        return len(self._fifo)
+
+    def waiting_for(self) -> str:
+        """What training waits for, in the user's words; empty while it works."""
+        if self._step is not None and (self._step.finishing or any(self._step.held)):
+            return ""
+        if self._ended is None:
+            if self.settings.mode == "serial":
+                return f"the end of rollout {self.iteration}"
+            if self.settings.mode == "exact":
+                return f"group {self._next_order} of iteration {self.iteration}"
+        return "the next group"
+
+    # ---- groups in
+
+    def _current(self, iteration: int, group: GroupId) -> None:
+        if iteration != self.iteration:
+            raise OffPolicy(f"group {group} is of iteration {iteration}; the trainer is at {self.iteration}")
+
+    def _arrived(self, event: GroupArrived) -> None:
+        self._current(event.iteration, event.group)
+        if event.version != self.version:
+            raise OffPolicy(f"group {event.group} was sampled under version {event.version}; the trainer publishes {self.version}")
+        self._fifo.append(event)
+        if self.settings.mode != "fifo":
+            self._fifo.sort(key=lambda g: g.order)
+
+    def _consumable(self) -> GroupArrived | None:
+        """The next group, if the mode lets it be consumed now."""
+        if not self._fifo:
+            return None
+        if self.settings.mode == "serial" and not self._all_arrived():
+            return None
+        if self.settings.mode == "exact":
+            while self._next_order in self._dropped_orders:
+                self._next_order += 1
+            if self._fifo[0].order != self._next_order:
+                return None
+        self._next_order += 1
+        return self._fifo.pop(0)
+
+    def _all_arrived(self) -> bool:
+        return self._ended is not None and self.groups_consumed + len(self._fifo) == self._ended.groups_sent
+
+    # ---- the step
+
+    def _advance(self) -> list[TrainingCommand]:
+        commands: list[TrainingCommand] = []
+        step = self._step
+        if step is None or not step.closed:
+            taken: list[Item] = []
+            while (group := self._open_step_group()) is not None:
+                if self._step is None:
+                    self._step = Step(held=[0] * self.settings.replicas)
+                    commands.append(BeginStep(step=self.steps_done, iteration=self.iteration))
+                taken += self._take_in(self._step, group)
+            step = self._step
+            if step is None:
+                return [*commands, *self._end_iteration()]
+            nothing_follows = self._all_arrived() and not self._fifo
+            step.closed = len(step.groups) == self.settings.groups_per_step or nothing_follows
+            if self.settings.mode == "fifo":
+                step.pending += taken
+            else:
+                commands += self._assign(step, taken)
+        if self.settings.mode == "fifo":
+            commands += self._pull(step)
+        if step.closed and not step.finishing and not step.pending and not any(step.held):
+            step.finishing = True
+            commands.append(FinishStep(step=self.steps_done, iteration=self.iteration, groups=tuple(step.groups)))
+        return commands
+
+    def _open_step_group(self) -> GroupArrived | None:
+        full = self._step is not None and len(self._step.groups) == self.settings.groups_per_step
+        return None if full else self._consumable()
+
+    def _take_in(self, step: Step, group: GroupArrived) -> list[Item]:
+        step.groups.append(group.group)
+        self.groups_consumed += 1
+        return [Item(group.group, index, tokens) for index, tokens in enumerate(group.tokens)]
+
+    def _assign(self, step: Step, items: list[Item]) -> list[TrainingCommand]:
+        """Exact and serial: owners and packing depend on the trajectories alone, group by group unless packing is global."""
+        if self.settings.span_groups:
+            units = [items] if items else []
+        else:
+            units = pack(items, sum(i.tokens for i in items), span_groups=False)
+        commands: list[TrainingCommand] = []
+        for unit in units:
+            for replica, share in enumerate(owners(unit, self.settings.replicas)):
+                for batch in pack(share, self.settings.micro_batch_tokens, self.settings.span_groups):
+                    commands.append(self._micro_batch(step, replica, batch))
+        return commands
+
+    def _pull(self, step: Step) -> list[TrainingCommand]:
+        """Fifo: whoever has room takes the next micro-batch; small enough that every replica gets a share."""
+        commands: list[TrainingCommand] = []
+        while step.pending:
+            replica = min(range(self.settings.replicas), key=lambda r: (step.held[r], r))
+            if step.held[replica] >= AHEAD:
+                break
+            share = -(-sum(i.tokens for i in step.pending) // self.settings.replicas)
+            count = take(step.pending, min(self.settings.micro_batch_tokens, share), self.settings.span_groups)
+            commands.append(self._micro_batch(step, replica, step.pending[:count]))
+            del step.pending[:count]
+        return commands
+
+    def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:
+        step.held[replica] += 1
+        self._micro_batches += 1
+        slices: dict[GroupId, list[int]] = {}
+        for item in items:
+            slices.setdefault(item.group, []).append(item.sample)
+        return TrainMicroBatch(
+            micro_batch=self._micro_batches - 1,
+            replica=replica,
+            step=self.steps_done,
+            slices=tuple(Slice(group, tuple(samples)) for group, samples in slices.items()),
+            tokens=sum(i.tokens for i in items),
+        )
+
+    def _step_done(self, event: StepDone) -> list[TrainingCommand]:
+        assert self._step is not None and self._step.finishing and event.step == self.steps_done
+        self._step = None
+        self.steps_done += 1
+        self._steps_this_iteration += 1
+        self._skipped_in_row = self._skipped_in_row + 1 if event.skipped else 0
+        if self._skipped_in_row >= self.settings.stop_after_skipped_steps:
+            self.done = True
+            return [StopTraining(reason=f"gradients were not finite in {self._skipped_in_row} steps in a row, the last is step {event.step}")]
+        return self._advance()
+
+    # ---- between iterations
+
+    def _end_iteration(self) -> list[TrainingCommand]:
+        if not self._all_arrived() or self._fifo:
+            return []
+        self.iteration += 1
+        self.version += 1
+        self._ended = None
+        self._dropped_orders.clear()
+        self._next_order = self.groups_consumed = self._steps_this_iteration = 0
+        if self._stop is not None:
+            return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
+        return [PublishWeights(version=self.version)]
+
+    def _published(self, event: WeightsPublished) -> list[TrainingCommand]:
+        assert event.version == self.version
+        every = self.settings.checkpoint_every_iterations
+        last = self.version == self.settings.iterations
+        if self.version != self._saved_version and (last or self._stop or (every and self.version and self.version % every == 0)):
+            return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
+        return self._saved() if last else self._advance()
+
+    def _saved(self) -> list[TrainingCommand]:
+        self._saved_version = self.version
+        if self._stop is not None or self.version == self.settings.iterations:
+            self.done = True
+            return [StopTraining(reason=self._stop or "")]
+        return self._advance()
+
+    def _stop_requested(self, event: StopRequested) -> list[TrainingCommand]:
+        """At once where the weights stand at an iteration's boundary; else the iteration is finished first."""
+        if self._stop is not None:
+            return []
+        self._stop = event.reason
+        if self.iteration < 0 or self._steps_this_iteration or self._step is not None:
+            return []
+        if self._saved_version == self.version:
+            return self._saved()
+        return [SaveCheckpoint(iteration=self.iteration, version=self.version)]

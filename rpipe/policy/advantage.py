@@ -1,0 +1,44 @@
+"""Advantage: how much better than its siblings was a trajectory?
+
+GRPO: A_i = (r_i - mean) / (std + eps) over the K trajectories of one group (RolloutPipe, section 2; the sample standard
+deviation). Dr.GRPO leaves the division out. A group whose rewards are all equal has advantage 0 everywhere, whatever
+rounding says: a near-zero deviation would blow noise up.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+
+EPSILON = 1e-6
+
+Advantage = Callable[[Sequence[float]], tuple[float, ...]]
+
+
+def grpo(rewards: Sequence[float]) -> tuple[float, ...]:
+    centred = dr_grpo(rewards)
+    if len(rewards) < 2:
+        return centred
+    deviation = math.sqrt(math.fsum(x * x for x in centred) / (len(rewards) - 1))
+    if deviation < EPSILON:
+        return (0.0,) * len(rewards)
+    return tuple(x / (deviation + EPSILON) for x in centred)
+
+
+def dr_grpo(rewards: Sequence[float]) -> tuple[float, ...]:
+    mean = math.fsum(rewards) / len(rewards)
+    return tuple(r - mean for r in rewards)
+
+
+def zero_variance(rewards: Sequence[float]) -> bool:
+    return max(rewards) - min(rewards) < EPSILON
+
+
+def shuffled(rewards: Sequence[float], key: int) -> tuple[float, ...]:
+    """A control: the same rewards in an order fixed by `key` and unrelated to the trajectories."""
+    order = sorted(range(len(rewards)), key=lambda i: (zlib.crc32(b"%d:%d" % (key, i)), i))
+    return tuple(rewards[i] for i in order)
+
+
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo}
