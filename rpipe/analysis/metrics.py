@@ -1,0 +1,260 @@
+"""What did every iteration of one attempt take, make and learn?
+
+One pass over the records of both coordinators, in any file order; sums per iteration are kept, and what is open: turns of
+groups in flight, micro-batches in flight. The definitions are those of docs/event-log.md.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rpipe.analysis.run import Record
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Sums over one iteration. Times are `t` of the log, seconds; None until it happened."""
+
+    iteration: int
+    requested_t: float | None = None
+    rollout_ended_t: float | None = None
+    groups_sent: int = 0
+    groups_dropped: int = 0
+    mixed_groups: int = 0  # groups whose rewards are not all the same: those that teach
+    trajectories: int = 0
+    generated_tokens: int = 0
+    response_tokens: array[int] = field(default_factory=lambda: array("q"))  # one entry a trajectory
+    truncated: int = 0  # trajectories that did not stop by themselves
+    reward_sum: float = 0.0
+    reward_min: float = float("inf")
+    reward_max: float = float("-inf")
+    reward_errors: int = 0
+    reward_error: str = ""  # the first one's words
+    first_micro_batch_t: float | None = None
+    first_dispatch_t: float | None = None
+    micro_batch_s: float = 0.0  # over all replicas
+    step_s: float = 0.0
+    train_ended_t: float | None = None
+    filled_steps: int = 0
+    steps: int = 0
+    skipped_steps: int = 0
+    groups_trained: int = 0
+    logprob_gap_mean: float | None = None
+    logprob_gap_max: float | None = None
+    replicas: int = 1
+    dispatched: dict[int, float] = field(default_factory=dict)  # first step's groups -> first micro-batch's t
+
+    @property
+    def complete(self) -> bool:
+        """Rolled out, and every group that was sent went through a step that ended."""
+        ended = self.requested_t is not None and self.rollout_ended_t is not None
+        return ended and self.groups_trained == self.groups_sent and self.steps == self.filled_steps
+
+    def figures(self) -> dict[str, Any]:
+        """One row of the report. None where nothing was trained, so that there is nothing to measure."""
+        if self.requested_t is None or self.rollout_ended_t is None:
+            raise ValueError(f"iteration {self.iteration} is not complete")
+        busy_s = self.micro_batch_s / self.replicas + self.step_s
+        whole_s = _since(self.requested_t, self.train_ended_t)
+        begun_s = _since(self.requested_t, self.first_micro_batch_t)
+        return {
+            "iteration": self.iteration,
+            "rollout_s": self.rollout_ended_t - self.requested_t,
+            "train_busy_s": busy_s,
+            "rollout_to_train_end_s": whole_s,
+            "first_dispatch_s": _since(self.requested_t, self.first_dispatch_t),
+            "waiting_ratio_start": begun_s / whole_s if begun_s is not None and whole_s else None,
+            "waiting_ratio_busy": 1 - busy_s / whole_s if whole_s else None,
+            "steps": self.steps,
+            "groups_trained": self.groups_trained,
+            "groups_dropped": self.groups_dropped,
+            "trajectories": self.trajectories,
+            "generated_tokens": self.generated_tokens,
+            "reward_mean": self.reward_sum / self.trajectories if self.trajectories else None,
+            "logprob_gap_mean": self.logprob_gap_mean,
+            "logprob_gap_max": self.logprob_gap_max,
+        }
+
+
+def _since(start: float, t: float | None) -> float | None:
+    return None if t is None else t - start
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What one attempt's log says."""
+
+    iterations: dict[int, Iteration] = field(default_factory=dict)
+    evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
+    replicas: set[int] = field(default_factory=set)
+    seconds: float = 0.0
+    start_s: float = 0.0  # until all training ranks stood
+    evaluation_s: float = 0.0
+    publish_s: list[float] = field(default_factory=list)
+    checkpoint_s: list[float] = field(default_factory=list)
+    events: int = 0
+    end: str | None = None  # JobEnded's reason, empty at a normal end; None if the job never said
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Attempt:
+        """Read it all. Raises ValueError where a known kind lacks a field."""
+        attempt = cls()
+        reader = _Reader(attempt)
+        for record in records:
+            reader.take(record)
+        for iteration in attempt.iterations.values():
+            iteration.replicas = max(1, len(attempt.replicas))
+        return attempt
+
+
+class _Reader:
+    """Files one record after another under its iteration. Kinds that no figure needs are passed over."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.to = attempt
+        self.group_iteration: dict[int, int] = {}  # training groups of the iterations that roll out
+        self.turns: dict[tuple[int, int], tuple[int, bool]] = {}  # trajectory -> tokens so far, cut short
+        self.step_iteration: dict[int, int] = {}  # begun, not done
+        self.step_groups: dict[int, int] = {}  # step -> how many groups it consumes
+        self.batch_iteration: dict[tuple[int, int], int] = {}  # (replica, micro-batch) in flight
+        self.evaluation_t: float | None = None
+        self.handlers: dict[str, Callable[[Record], None]] = {
+            "RolloutRequested": self._requested,
+            "TurnFinished": self._turn,
+            "TrajectoryScored": self._scored,
+            "SendGroup": self._group,
+            "DropGroup": self._group,
+            "EndRollout": self._rollout_ended,
+            "EndEvaluation": self._evaluated,
+            "TrainerReady": self._ready,
+            "BeginStep": self._step_begun,
+            "TrainMicroBatch": self._dispatched,
+            "MicroBatchDone": self._trained,
+            "FinishStep": self._step_filled,
+            "StepDone": self._step_done,
+            "WeightsPublished": self._published,
+            "CheckpointSaved": self._saved,
+            "JobEnded": self._ended,
+        }
+
+    def take(self, record: Record) -> None:
+        try:
+            self.to.events += record["io"] == "event"
+            self.to.seconds = max(self.to.seconds, record["t"])
+            handler = self.handlers.get(record["kind"])
+            if handler is not None:
+                handler(record)
+        except KeyError as error:
+            where = f"rank {record.get('rank')}, seq {record.get('seq')}"
+            raise ValueError(f"{record.get('kind')} ({where}) lacks {error}") from None
+
+    def _at(self, iteration: int) -> Iteration:
+        return self.to.iterations.setdefault(iteration, Iteration(iteration))
+
+    # ---- rollout ----------------------------------------------------------------------------------------------------
+
+    def _requested(self, r: Record) -> None:
+        if r["purpose"] == "eval":
+            self.evaluation_t = r["t"]
+            return
+        self._at(r["iteration"]).requested_t = r["t"]
+        for group in r["groups"]:
+            self.group_iteration[group["group"]] = r["iteration"]
+
+    def _turn(self, r: Record) -> None:
+        group, index = r["trajectory"]
+        if group in self.group_iteration:
+            tokens, _ = self.turns.get((group, index), (0, False))
+            self.turns[group, index] = tokens + r["output_tokens"], r["finish"] != "stop"
+
+    def _scored(self, r: Record) -> None:
+        iteration = self.group_iteration.get(r["trajectory"][0])
+        if r.get("error") and iteration is not None:
+            at = self._at(iteration)
+            at.reward_errors += 1
+            at.reward_error = at.reward_error or r["error"]
+
+    def _group(self, r: Record) -> None:
+        at, rewards = self._at(r["iteration"]), r["rewards"]
+        for index in range(len(rewards)):
+            tokens, cut = self.turns.pop((r["group"], index), (0, False))
+            at.generated_tokens += tokens
+            at.response_tokens.append(tokens)
+            at.truncated += cut
+        at.trajectories += len(rewards)
+        at.reward_sum += sum(rewards)
+        low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+        at.reward_min, at.reward_max = min(at.reward_min, low), max(at.reward_max, high)
+        at.mixed_groups += low != high
+        at.groups_dropped += r["kind"] == "DropGroup"
+        self.group_iteration.pop(r["group"], None)
+
+    def _rollout_ended(self, r: Record) -> None:
+        at = self._at(r["iteration"])
+        at.rollout_ended_t, at.groups_sent = r["t"], r["groups_sent"]
+
+    def _evaluated(self, r: Record) -> None:
+        self.to.evaluations[r["iteration"]] = {key: r[key] for key in ("iteration", "reward_mean", "count")}
+        if self.evaluation_t is not None:
+            self.to.evaluation_s += r["t"] - self.evaluation_t
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def _ready(self, r: Record) -> None:
+        self.to.start_s = r["t"]
+
+    def _step_begun(self, r: Record) -> None:
+        self.step_iteration[r["step"]] = r["iteration"]
+
+    def _dispatched(self, r: Record) -> None:
+        iteration = self.step_iteration.get(r["step"])
+        if iteration is None:  # a supervised warm-up step: of no iteration
+            return
+        at = self._at(iteration)
+        self.to.replicas.add(r["replica"])
+        self.batch_iteration[r["replica"], r["micro_batch"]] = at.iteration
+        if at.first_dispatch_t is None:
+            for part in r["slices"]:
+                at.dispatched.setdefault(part["group"], r["t"])
+
+    def _trained(self, r: Record) -> None:
+        iteration = self.batch_iteration.pop((r["replica"], r["micro_batch"]), None)
+        if iteration is None:
+            return
+        at = self._at(iteration)
+        at.micro_batch_s += r["ended_t"] - r["started_t"]
+        if at.first_micro_batch_t is None or r["started_t"] < at.first_micro_batch_t:
+            at.first_micro_batch_t = r["started_t"]
+
+    def _step_filled(self, r: Record) -> None:
+        self.step_groups[r["step"]] = len(r["groups"])
+        at = self._at(r["iteration"])
+        at.filled_steps += 1
+        if at.first_dispatch_t is None:  # the first step: when had the last of its groups left the FIFO?
+            at.first_dispatch_t = max(at.dispatched.values(), default=None)
+            at.dispatched.clear()
+
+    def _step_done(self, r: Record) -> None:
+        iteration = self.step_iteration.pop(r["step"], None)
+        if iteration is None:
+            return
+        at = self._at(iteration)
+        if at.steps == 0:  # engine and trainer hold the same weights on the first step only
+            at.logprob_gap_mean, at.logprob_gap_max = r["logprob_gap_mean"], r["logprob_gap_max"]
+        at.steps += 1
+        at.skipped_steps += r["skipped"]
+        at.step_s += r["t"] - r["started_t"]
+        at.train_ended_t = r["t"]
+        at.groups_trained += self.step_groups.pop(r["step"], 0)
+
+    def _published(self, r: Record) -> None:
+        self.to.publish_s.append(r["t"] - r["started_t"])
+
+    def _saved(self, r: Record) -> None:
+        self.to.checkpoint_s.append(r["t"] - r["started_t"])
+
+    def _ended(self, r: Record) -> None:
+        self.to.end = self.to.end or r["reason"]

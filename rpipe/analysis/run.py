@@ -1,0 +1,52 @@
+"""Which attempts does a run dir hold, and what do their logs say, line by line?
+
+Nothing here keeps more than one record: a log is read as a stream, however long it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rpipe.core.eventlog import FORMAT, records
+
+Record = dict[str, Any]
+
+
+class RunError(ValueError):
+    """One line for the person who named the run."""
+
+
+def attempts(run: Path) -> list[Path]:
+    """`attempt-1`, `attempt-2`, ... in order. Raises RunError where `run` is no run dir."""
+    if not run.is_dir():
+        raise RunError(f"{run}: no such directory (wanted: a run dir, such as runs/NAME-TIMESTAMP)")
+    numbered = [(int(d.name[8:]), d) for d in run.glob("attempt-*") if d.is_dir() and d.name[8:].isdigit()]
+    if not numbered:
+        raise RunError(f"{run}: not a run dir: it holds no attempt-1 (wanted: a run dir, such as runs/NAME-TIMESTAMP)")
+    return [d for _, d in sorted(numbered)]
+
+
+def files(attempt: Path) -> list[Path]:
+    """One log a rank, in rank order."""
+    return sorted((attempt / "events").glob("rank*.jsonl"))
+
+
+def read(attempt: Path) -> Iterator[Record]:
+    """Every record, a rank's file after another's. Raises RunError that names file and line of a damaged one."""
+    for path in files(attempt):
+        number = 0
+        try:
+            for number, record in enumerate(records(path), 1):
+                if record["v"] > FORMAT:
+                    raise RunError(f"{path}:{number}: format {record['v']}, written by a newer rpipe (this one reads {FORMAT})")
+                yield record
+        except RunError:
+            raise
+        except ValueError as error:
+            raise RunError(str(error)) from None
+        except (KeyError, TypeError):
+            raise RunError(f'{path}:{number}: not a record: no "v"') from None
+        except OSError as error:
+            raise RunError(f"{path}: cannot be read: {error.strerror}") from None
