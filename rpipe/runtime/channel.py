@@ -1,0 +1,95 @@
+"""How do trajectories cross between processes?
+
+As one flat byte tensor over a torch point-to-point group (NCCL, HCCL or gloo): the arrays of `Sequences` one after the other,
+then the version spans. The header (runtime.messages) goes first over MPI and says how many bytes follow; both sides then
+call in the same order. Sends return at once and keep their tensor until it is delivered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpipe.core.types import Sequences
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+Spans = NDArray[np.int32]  # [S, 4]: trajectory in the group, start, end, version
+NO_SPANS: Spans = np.zeros((0, 4), np.int32)
+
+
+class ChannelError(RuntimeError):
+    """What arrived is not what the header said."""
+
+
+def pack(sequences: Sequences, spans: Spans = NO_SPANS) -> NDArray[np.uint8]:
+    """One byte array: counts (n, T, spans, has log-probs), then the arrays."""
+    head = np.array([sequences.count, sequences.tokens, len(spans), sequences.logprobs is not None], np.int32)
+    parts: list[NDArray[Any]] = [
+        head,
+        sequences.lengths,
+        sequences.prompt_lengths,
+        sequences.token_ids,
+        sequences.advantages,
+        sequences.rewards,
+        spans,
+        *([] if sequences.logprobs is None else [sequences.logprobs]),
+        sequences.loss_mask,  # bytes last, so that everything before stays aligned
+    ]
+    return np.concatenate([np.ascontiguousarray(p).view(np.uint8).reshape(-1) for p in parts])
+
+
+def unpack(data: NDArray[np.uint8]) -> tuple[Sequences, Spans]:
+    """The inverse. Raises ChannelError where the size does not match its own head."""
+    n, tokens, spans, has = (int(x) for x in data[:16].view(np.int32))
+    wanted = 16 + 4 * (4 * n + tokens + 4 * spans + tokens * has) + tokens
+    if len(data) != wanted:
+        raise ChannelError(f"a group of {n} trajectories and {tokens} tokens takes {wanted} bytes, {len(data)} came")
+    at = 16
+
+    def read(kind: type[Any], count: int) -> NDArray[Any]:
+        nonlocal at
+        start, at = at, at + count * np.dtype(kind).itemsize
+        return data[start:at].view(kind)
+
+    lengths, prompts, ids = read(np.int32, n), read(np.int32, n), read(np.int32, tokens)
+    advantages, rewards = read(np.float32, n), read(np.float32, n)
+    table = read(np.int32, 4 * spans).reshape(spans, 4)
+    logprobs = read(np.float32, tokens) if has else None
+    return Sequences(lengths, prompts, ids, read(np.uint8, tokens), advantages, rewards, logprobs), table
+
+
+class Channel:
+    """Point-to-point over one torch group, which is None for the default world. `device` is where its backend reads."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._unsent: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, data: NDArray[np.uint8], rank: int) -> None:
+        """`rank` is the receiver's in the group. Returns at once."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.from_numpy(data).to(self._device)
+        work = dist.isend(tensor, group=self._group, group_dst=rank)
+        self._unsent.append((work, tensor))
+
+    def delivered(self) -> None:
+        """The oldest send was taken (its receiver said so): let its memory go."""
+        work, _ = self._unsent.popleft()
+        work.wait()
+
+    def receive(self, nbytes: int, rank: int) -> NDArray[np.uint8]:
+        """Block until `nbytes` came from `rank`; the group's own timeout bounds the wait."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        dist.recv(tensor, group=self._group, group_src=rank)
+        return tensor.cpu().numpy()

@@ -1,0 +1,54 @@
+"""How do small typed messages cross MPI without burning a core or blocking?
+
+Sends are non-blocking and kept until delivered; receives are polled. A blocking MPI call would poll a core away, so the
+callers sleep between polls. Messages between two ranks arrive in the order sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from mpi4py import MPI
+
+from rpipe.runtime.messages import AnyMessage, Message
+
+TAG = 7
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+class Mailbox:
+    """Of one rank; used by one thread."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+        self._unsent: deque[tuple[Any, bytes]] = deque()
+        self._status = MPI.Status()
+
+    def send(self, rank: int, message: Message) -> None:
+        body = _encoder.encode(message)
+        self._unsent.append((self._comm.Isend([body, MPI.BYTE], dest=rank, tag=TAG), body))
+
+    def poll(self) -> Iterator[tuple[int, AnyMessage]]:
+        """What has arrived, oldest first per sender; also frees what was delivered."""
+        while self._unsent and self._unsent[0][0].Test():
+            self._unsent.popleft()
+        while (handle := self._comm.Improbe(MPI.ANY_SOURCE, TAG, self._status)) is not None:
+            source, body = self._status.Get_source(), bytearray(self._status.Get_count(MPI.BYTE))
+            handle.Recv([body, MPI.BYTE])
+            yield source, _decoder.decode(body)
+
+    def drain(self, limit_s: float) -> None:
+        """Return once everything sent is out of this process: call it before anything that stops MPI's progress."""
+        end = time.monotonic() + limit_s
+        while self._unsent:
+            if self._unsent[0][0].Test():
+                self._unsent.popleft()
+            elif time.monotonic() > end:
+                raise TimeoutError(f"rank {self._comm.rank}: {len(self._unsent)} messages were not taken in {limit_s:.0f} s")
+            else:
+                time.sleep(0.0005)

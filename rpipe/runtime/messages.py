@@ -1,0 +1,192 @@
+"""What do ranks say to each other over MPI?
+
+Small typed records in msgpack; tensors travel elsewhere (runtime.channel). Who says what to whom:
+
+    rollout coordinator  -> engine owner          Join, StartTurn, CancelTurn, LoadWeights, CloseEngine
+    engine owner         -> rollout coordinator   EngineUp, TurnDone, WeightsLoaded, EngineFailed
+    rollout coordinator  -> training coordinator  EnginesUp, GroupHeader, Dropped, Ended, Confirmed, RolloutDone
+    training coordinator -> rollout coordinator   Rendezvous, Offer, Received, TrainerState, StepReport, Stop
+    training coordinator -> training ranks        Work
+    training ranks       -> training coordinator  BatchDone
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from rpipe.core.events import (
+    BeginStep,
+    EngineUpdated,
+    FinishStep,
+    MicroBatchDone,
+    PublishWeights,
+    SaveCheckpoint,
+    SendTurn,
+    StepDone,
+    StopTraining,
+    TrainMicroBatch,
+    TurnFinished,
+)
+from rpipe.core.types import GroupId, TrajectoryId, Version
+
+
+class Message(Struct, frozen=True, tag=True):
+    pass
+
+
+class TensorEntry(Struct, frozen=True):
+    """One weight of the broadcast: Hugging Face name, dtype, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+# ---- rollout coordinator and engine owners
+
+
+class Join(Message, frozen=True):
+    """Join the weight broadcast: rank 0 of it listens at address:port; buckets in the order in which they will come."""
+
+    address: str
+    port: int
+    world_size: int
+    backend: str
+    buckets: tuple[tuple[TensorEntry, ...], ...]
+
+
+class StartTurn(Message, frozen=True):
+    command: SendTurn
+    token_ids: bytes  # int32
+    temperature: float
+    max_new_tokens: int
+
+
+class CancelTurn(Message, frozen=True):
+    trajectory: TrajectoryId
+
+
+class LoadWeights(Message, frozen=True):
+    version: Version
+
+
+class CloseEngine(Message, frozen=True):
+    pass
+
+
+class EngineUp(Message, frozen=True):
+    engine: int
+    seconds: float
+
+
+class TurnDone(Message, frozen=True):
+    """`versions` holds (start, end, version) of the response's tokens."""
+
+    event: TurnFinished
+    output_ids: bytes  # int32
+    logprobs: bytes  # float32
+    versions: tuple[tuple[int, int, int], ...]
+
+
+class WeightsLoaded(Message, frozen=True):
+    event: EngineUpdated
+
+
+class EngineFailed(Message, frozen=True):
+    engine: int
+    reason: str
+
+
+# ---- between the coordinators
+
+
+class EnginesUp(Message, frozen=True):
+    """Every engine answers; `cursor` positions of the data set are the rollout side's to keep."""
+
+
+class Rendezvous(Message, frozen=True):
+    """The trainer stands ready to open the weight broadcast."""
+
+    join: Join
+    iteration: int  # the next to train
+    cursor: int  # prompts drawn so far
+
+
+class GroupHeader(Message, frozen=True):
+    """A group's tensors follow on the channel, in the order of the headers."""
+
+    group: GroupId
+    order: int
+    iteration: int
+    version: Version
+    tokens: tuple[int, ...]
+    nbytes: int
+
+
+class Dropped(Message, frozen=True):
+    group: GroupId
+    order: int
+    iteration: int
+
+
+class Ended(Message, frozen=True):
+    iteration: int
+    version: Version
+    groups_sent: int
+    groups_dropped: int
+    cursor: int  # for the checkpoint
+
+
+class Confirmed(Message, frozen=True):
+    version: Version
+
+
+class RolloutDone(Message, frozen=True):
+    reason: str
+
+
+class Offer(Message, frozen=True):
+    version: Version
+
+
+class Received(Message, frozen=True):
+    group: GroupId
+
+
+class TrainerState(Message, frozen=True):
+    """For the progress display."""
+
+    busy: bool
+    text: str
+    groups_consumed: int
+
+
+class StepReport(Message, frozen=True):
+    iteration: int
+    event: StepDone
+
+
+class Stop(Message, frozen=True):
+    reason: str
+
+
+# ---- training coordinator and ranks
+
+
+class Work(Message, frozen=True):
+    """Do this next; for a micro-batch its tensors follow on the channel (`nbytes`)."""
+
+    command: BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining
+    nbytes: int = 0
+    cursor: int = 0  # with SaveCheckpoint
+
+
+class BatchDone(Message, frozen=True):
+    event: MicroBatchDone
+
+
+AnyMessage = (
+    Join | StartTurn | CancelTurn | LoadWeights | CloseEngine | EngineUp | TurnDone | WeightsLoaded | EngineFailed
+    | EnginesUp | Rendezvous | GroupHeader | Dropped | Ended | Confirmed | RolloutDone | Offer | Received | TrainerState
+    | StepReport | Stop | Work | BatchDone
+)

@@ -1,0 +1,187 @@
+"""Who is this rank, what time is it, and how does its role's torch world come up?
+
+`COMM_WORLD` is split by role: ranks 0 .. rollout_ranks-1 roll out, the others train; rank 0 of each is its coordinator. One
+thread owns MPI. All times in the job are seconds on rank 0's clock: every rank measures its offset once, over MPI.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal
+
+import mpi4py
+
+mpi4py.rc.thread_level = "serialized"
+from mpi4py import MPI  # noqa: E402  (the thread level must be asked for first)
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+Role = Literal["rollout", "training"]
+PINGS = 8
+
+
+class WorldError(RuntimeError):
+    """The MPI world is not the one the config describes; one line says how."""
+
+
+class Clock:
+    """Seconds since the job's start, on rank 0's clock."""
+
+    def __init__(self, origin: float, offset_s: float) -> None:
+        self._origin = origin - offset_s
+        self.offset_s = offset_s
+
+    def __call__(self) -> float:
+        return time.monotonic() - self._origin
+
+
+@dataclass(slots=True)
+class World:
+    comm: Any  # control messages; a duplicate of COMM_WORLD
+    role_comm: Any
+    role: Role
+    rollout_ranks: int
+    clock: Clock
+    host: str
+    hosts: tuple[str, ...]  # of every rank
+    stop_reason: str = ""  # set by SIGUSR2
+
+    @property
+    def rank(self) -> int:
+        return int(self.comm.rank)
+
+    @property
+    def role_rank(self) -> int:
+        return int(self.role_comm.rank)
+
+    @property
+    def role_size(self) -> int:
+        return int(self.role_comm.size)
+
+    @property
+    def is_coordinator(self) -> bool:
+        return self.role_rank == 0
+
+    @property
+    def training_coordinator(self) -> int:
+        """Its rank in the world; rollout's is 0."""
+        return self.rollout_ranks
+
+    @property
+    def name(self) -> str:
+        """How messages call this rank."""
+        return f"rank {self.rank} ({self.role}, {self.host})"
+
+    def address(self, interface: str | None) -> str:
+        """Where others reach this rank: loopback on one host, else the chosen interface, else the host's own address."""
+        if interface is None and len(set(self.hosts)) == 1:
+            return "127.0.0.1"
+        if interface is None:
+            return socket.gethostbyname(self.host)
+        import psutil
+
+        found = psutil.net_if_addrs().get(interface, [])
+        address = next((a.address for a in found if a.family == socket.AF_INET), None)
+        if address is None:
+            raise WorldError(
+                f"cluster.interface = {interface}: no such interface with an IPv4 address on {self.host};"
+                f" it has: {', '.join(sorted(psutil.net_if_addrs()))}"
+            )
+        return address
+
+
+def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:
+    """Split the world and set the clocks. Collective. Raises WorldError where sizes differ."""
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise WorldError(f"this MPI gives thread level {MPI.Query_thread()}, wanted {MPI.THREAD_SERIALIZED} (serialized)")
+    world, wanted = MPI.COMM_WORLD, rollout_ranks + training_ranks
+    if world.size != wanted:
+        hint = " (every process is alone: was it started by another MPI's launcher?)" if world.size == 1 else ""
+        raise WorldError(
+            f"the MPI world has {world.size} ranks, the config wants {rollout_ranks} rollout + {training_ranks} training{hint}"
+        )
+    role: Role = "rollout" if world.rank < rollout_ranks else "training"
+    comm = world.Dup()
+    quiet_barrier(comm, start_s, "all ranks to start")
+    host = socket.gethostname()
+    clock = _clock(comm)
+    found = World(
+        comm=comm,
+        role_comm=comm.Split(0 if role == "rollout" else 1, comm.rank),
+        role=role,
+        rollout_ranks=rollout_ranks,
+        clock=clock,
+        host=host,
+        hosts=tuple(comm.allgather(host)),
+    )
+    if found.role_size != (rollout_ranks if role == "rollout" else training_ranks):
+        raise WorldError(f"the {role} communicator has {found.role_size} ranks")
+    signal.signal(signal.SIGUSR2, lambda number, frame: _ask_to_stop(found, number, frame))
+    return found
+
+
+def _ask_to_stop(world: World, number: int, frame: FrameType | None) -> None:
+    world.stop_reason = "stop requested"
+
+
+def quiet_barrier(comm: Any, limit_s: float, what: str) -> None:
+    """A barrier that sleeps: MPI's own polls a core away. Raises TimeoutError naming `what`."""
+    request, end = comm.Ibarrier(), time.monotonic() + limit_s
+    while not request.Test():
+        if time.monotonic() > end:
+            raise TimeoutError(f"rank {comm.rank}: waited {limit_s:.0f} s for {what}")
+        time.sleep(0.002)
+
+
+def _clock(comm: Any) -> Clock:
+    """Offset to rank 0 from the quickest of a few round trips."""
+    origin = time.monotonic()
+    if comm.rank == 0:
+        for peer in range(1, comm.size):
+            for _ in range(PINGS):
+                comm.recv(source=peer, tag=1)
+                comm.send(time.monotonic() - origin, dest=peer, tag=1)
+        return Clock(origin, 0.0)
+    best_s, offset_s = float("inf"), 0.0
+    for _ in range(PINGS):
+        sent = time.monotonic()
+        comm.send(None, dest=0, tag=1)
+        remote = comm.recv(source=0, tag=1)
+        trip_s = time.monotonic() - sent
+        if trip_s < best_s:
+            best_s, offset_s = trip_s, remote - (sent + trip_s / 2 - origin)
+    return Clock(origin, offset_s)
+
+
+def role_world(world: World, backend: str, interface: str | None, timeout_s: float) -> None:
+    """torch.distributed's default world over this role's ranks (Megatron builds its groups over it). Collective in the role.
+
+    Host tensors travel over gloo in it, device tensors over `backend`.
+    """
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=timeout_s)
+    address = world.address(interface)
+    store: dist.TCPStore | None = None
+    if world.is_coordinator:
+        store = dist.TCPStore(address, 0, world.role_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    where = world.role_comm.bcast((address, store.port) if store is not None else None)
+    if store is None:
+        store = dist.TCPStore(where[0], where[1], world.role_size, is_master=False, timeout=timeout)
+    both = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "hccl": "cpu:gloo,npu:hccl"}[backend]
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo") if address == "127.0.0.1" or interface else None
+    dist.init_process_group(both, store=store, rank=world.role_rank, world_size=world.role_size, timeout=timeout)
+
+
+def free_port(address: str) -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
