@@ -1,0 +1,441 @@
+"""How does a rank use SGLang? As a server in a child process, over HTTP on loopback; sglang is never imported here.
+
+Waits for                        unblocked by
+  the server to be up            /health, or the child's end, or engine.start_deadline_s
+  the next tokens of a request   the server; the monitor when the child ends or nothing came for engine.stall_deadline_s
+  an answer to a command         the server, or the bound of that command
+
+Response ids include the end-of-sequence (or stop) token that ended them, with its log-prob: the trainer trains it. With
+`ignore_eos` neither EOS nor stop ids end a response. `Sampling.seed` counts only under engine.options
+`enable_deterministic_inference: true`, which SGLang has for CUDA alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from rpipe.config import Config
+from rpipe.core.types import Version
+from rpipe.rollout.engine import Chunk, EngineError, EngineLoad, TensorSpec, TurnRequest
+from rpipe.rollout.sglang_launch import server_arguments, server_environment
+from rpipe.rollout.sglang_server import SglangServer
+from rpipe.rollout.sglang_stream import Assembler, EventSplitter
+from rpipe.runtime.side_group import WEIGHTS_GROUP
+
+LAUNCHES = 3  # of a start whose port another process took
+LOOK_S = 0.1  # how often the monitor looks at the child
+COMMAND_S = 60.0
+ABORT_AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
+FLUSH_S = 10.0  # for the last request's leftovers to go
+
+_json = msgspec.json.Encoder()
+
+
+class _Stream:
+    """One running request."""
+
+    def __init__(self, rid: str, version: Version) -> None:
+        self.rid = rid
+        self.assembler = Assembler(version)
+        self.chunks: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self.pump: asyncio.Task[None] | None = None
+
+    def put(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.chunks.put_nowait(chunk)
+        if self.assembler.finished:
+            self.ended.set()
+
+    def fail(self, reason: str) -> None:
+        if not self.ended.is_set():
+            self.chunks.put_nowait(EngineError(reason))
+            self.ended.set()
+
+
+class SglangEngine:
+    """An `Engine`. All calls from one event loop, in a thread that lives as long as the engine (see runtime.child)."""
+
+    def __init__(
+        self,
+        config: Config,
+        index: int,
+        model_dir: Path,
+        log_dir: Path,
+        devices: tuple[int, ...] | None = None,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self.config = config
+        self.name = f"engine {index}"
+        self.address = address  # of this host, as peers of the update group reach it
+        self.server = SglangServer(
+            self.name,
+            config.engine.python or sys.executable,
+            server_arguments(config, index, model_dir),
+            server_environment(config, devices, os.environ.get("PYTHONPATH", "")),
+            Path(log_dir) / f"engine{index:03d}.log",
+        )
+        self.version: Version = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._monitor: asyncio.Task[None] | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._chores: set[asyncio.Task[Any]] = set()
+        self._serial = 0
+        self._progress_t = 0.0
+        self._paused = False
+        self._joined = False
+
+    @property
+    def log_path(self) -> str:
+        return str(self.server.log_path)
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        for attempt in range(LAUNCHES):
+            await self._drop()
+            self.server.launch()
+            try:
+                await self._come_up()
+                break
+            except EngineError:
+                retry = attempt + 1 < LAUNCHES and self.server.port_was_taken()
+                await self.stop()
+                if not retry:
+                    raise
+            except BaseException:
+                await self.stop()
+                raise
+        self.version, self._paused, self._joined = 0, False, False
+        self._monitor = asyncio.create_task(self._watch(), name=f"{self.name} monitor")
+
+    async def _come_up(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.config.engine.start_deadline_s
+        self._session = aiohttp.ClientSession(
+            self.server.url,
+            headers={"Authorization": f"Bearer {self.server.key}", "Content-Type": "application/json"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            json_serialize=lambda value: _json.encode(value).decode(),
+        )
+        while True:
+            death = self.server.death()
+            if death is not None:
+                raise EngineError(death)
+            with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                    if response.status == 200:
+                        return
+            if loop.time() > deadline:
+                raise EngineError(
+                    f"{self.name}: not up {self.config.engine.start_deadline_s:g} s after its start"
+                    f" (engine.start_deadline_s); see {self.log_path}"
+                )
+            await asyncio.sleep(0.1)
+
+    async def _watch(self) -> None:
+        """Every wait of every request ends: here, where the server cannot end it."""
+        loop = asyncio.get_running_loop()
+        stall_s = self.config.engine.stall_deadline_s
+        while True:
+            await asyncio.sleep(LOOK_S)
+            death = self.server.death()
+            if death is not None:
+                self._fail_all(death)
+                return
+            waiting = [s for s in self._streams.values() if not s.ended.is_set()]
+            if waiting and not self._paused and loop.time() - self._progress_t > stall_s:
+                self._fail_all(
+                    f"{self.name}: no token of any of {len(waiting)} requests for {stall_s:g} s"
+                    f" (engine.stall_deadline_s); see {self.log_path}"
+                )
+
+    def _fail_all(self, reason: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.fail(reason)
+
+    async def stop(self) -> None:
+        self._fail_all(f"{self.name}: stopped")
+        await self._drop()
+        with contextlib.suppress(Exception):
+            await asyncio.to_thread(self.server.stop)
+
+    async def _drop(self) -> None:
+        """Let go of the connection and of everything that waits on it."""
+        tasks = [*self._chores, *(s.pump for s in self._streams.values() if s.pump is not None)]
+        if self._monitor is not None:
+            tasks.append(self._monitor)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._chores.clear()
+        self._streams.clear()
+        self._monitor = None
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: TurnRequest) -> AsyncIterator[Chunk]:
+        stream = self._open(request)
+        try:
+            while True:
+                item = await stream.chunks.get()
+                if isinstance(item, EngineError):
+                    raise item
+                yield item
+                if item.finish is not None:
+                    return
+        finally:
+            self._close(request.request_id, stream)
+
+    def _open(self, request: TurnRequest) -> _Stream:
+        death = self.server.death()
+        if death is not None or self._session is None:
+            raise EngineError(death or f"{self.name}: not started")
+        if request.request_id in self._streams:
+            raise EngineError(f"{self.name}: request {request.request_id} is already running")
+        # SGLang aborts every request whose id *begins* with the given one: a serial number of fixed width comes first.
+        self._serial += 1
+        stream = _Stream(f"{self._serial:010d}:{request.request_id}", self.version)
+        if not self._streams:
+            self._progress_t = asyncio.get_running_loop().time()
+        self._streams[request.request_id] = stream
+        stream.pump = asyncio.create_task(self._pump(stream, _json.encode(_body(stream.rid, request))))
+        stream.pump.add_done_callback(self._chores.discard)
+        return stream
+
+    async def _pump(self, stream: _Stream, body: bytes) -> None:
+        """Move the server's events into the stream; any failure ends the stream."""
+        assert self._session is not None
+        loop = asyncio.get_running_loop()
+        splitter = EventSplitter()
+        try:
+            async with self._session.post("/generate", data=body) as response:
+                if response.status != 200:
+                    raise EngineError(_reason(response.status, await response.read()))
+                async for data in response.content.iter_any():
+                    for event in splitter.feed(data):
+                        if not stream.ended.is_set():
+                            stream.put(stream.assembler.feed(event))
+                    self._progress_t = loop.time()
+                    if splitter.done:
+                        break
+            if not stream.ended.is_set():
+                raise EngineError("the server closed the stream before its end")
+        except EngineError as error:
+            stream.fail(f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}")
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError, msgspec.MsgspecError, ValueError) as error:
+            await asyncio.sleep(2 * LOOK_S)  # a dying child loses its connections first; its own last words say more
+            stream.fail(self.server.death() or f"{self.name}: connection lost: {error!r}; see {self.log_path}")
+
+    def _close(self, request_id: str, stream: _Stream) -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+        if stream.pump is None or stream.pump.done():
+            return
+        if stream.ended.is_set():
+            self._chores.add(stream.pump)  # it reads the end of the stream, so that the connection serves again
+            return
+        stream.ended.set()
+        stream.pump.cancel()
+        self._chore(self._post("/abort_request", {"rid": stream.rid}))
+
+    def _chore(self, work: Any) -> None:
+        async def quietly() -> None:
+            with contextlib.suppress(EngineError):
+                await work
+
+        task = asyncio.create_task(quietly())
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
+    async def abort(self, request_id: str) -> None:
+        stream = self._streams.get(request_id)
+        if stream is None:
+            return
+        for wait_s in ABORT_AGAIN_S:  # the server ignores the abort of a request that it has not taken in yet
+            await self._post("/abort_request", {"rid": stream.rid})
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(stream.ended.wait(), wait_s)
+            if stream.ended.is_set():
+                return
+        if stream.pump is not None:
+            stream.pump.cancel()
+        stream.put(stream.assembler.abandon())
+
+    async def pause(self) -> None:
+        """Running requests go back to the queue and keep their tokens; their KV cache is computed again on `resume`, so
+        weights may change in between. (SGLang's "in_place" keeps the cache, and then refuses to flush it.)"""
+        await self._post("/pause_generation", {"mode": "retract"})
+        self._paused = True
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+        self._paused = False
+        self._progress_t = asyncio.get_running_loop().time()
+
+    async def flush_cache(self) -> None:
+        await self._post(f"/flush_cache?timeout={FLUSH_S}", None)
+
+    async def load(self) -> EngineLoad:
+        answer = await self._call("GET", "/v1/loads?include=core", None, COMMAND_S)
+        core = msgspec.json.decode(answer)["loads"]
+        return EngineLoad(
+            running=sum(c["num_running_reqs"] for c in core),
+            queued=sum(c["num_waiting_reqs"] for c in core),
+            kv_tokens_used=sum(c["num_used_tokens"] for c in core),
+            kv_tokens_capacity=sum(c["max_total_num_tokens"] for c in core),
+        )
+
+    async def healthy(self) -> bool:
+        """Whether it generates a token now; while paused, whether the server answers."""
+        if self.server.death() is not None or self._session is None:
+            return False
+        with contextlib.suppress(EngineError):
+            await self._call("GET", "/health" if self._paused else "/health_generate", None, COMMAND_S)
+            return True
+        return False
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    async def join_update_group(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+        if self._joined:  # an engine beside this one was restarted, and the group is made anew
+            self._joined = False
+            await self._post("/destroy_weights_update_group", {"group_name": WEIGHTS_GROUP})
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": first_rank,
+            "world_size": world_size,
+            "group_name": WEIGHTS_GROUP,
+            "backend": backend,
+        }
+        await self._post("/init_weights_update_group", body, self.config.limits.collective_s)
+        self._joined = True
+
+    async def begin_update(self) -> None:
+        await self._post_if_there("/begin_weight_update")
+
+    async def receive_bucket(self, tensors: Sequence[TensorSpec]) -> None:
+        body = {
+            "names": [t.name for t in tensors],
+            "dtypes": [t.dtype for t in tensors],
+            "shapes": [list(t.shape) for t in tensors],
+            "group_name": WEIGHTS_GROUP,
+            "flush_cache": False,
+        }
+        await self._post("/update_weights_from_distributed", body, self.config.limits.collective_s)
+
+    async def end_update(self, version: Version) -> None:
+        await self._post_if_there("/end_weight_update")
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self.flush_cache()
+        self.version = version
+
+    async def _post_if_there(self, path: str) -> None:
+        """Versions of SGLang before 0.5.22 have no such session."""
+        await self._call("POST", path, {}, COMMAND_S, absent_is_fine=True)
+
+    async def release_memory(self) -> None:
+        self._wants_memory_saver()
+        await self._post("/release_memory_occupation", {})
+
+    async def resume_memory(self) -> None:
+        self._wants_memory_saver()
+        await self._post("/resume_memory_occupation", {})
+
+    def _wants_memory_saver(self) -> None:
+        """Without the saver SGLang says yes and keeps everything."""
+        if self.server.arguments.get("enable_memory_saver") is not True:
+            raise EngineError(
+                f"{self.name}: SGLang gives memory back only with engine.options.enable_memory_saver = true"
+                f" (torch_memory_saver, CUDA); here on {self.config.cluster.accelerator} it is not set"
+            )
+
+    # ---- HTTP -------------------------------------------------------------------------------------------------------
+
+    async def _post(self, path: str, body: dict[str, Any] | None, bound_s: float = COMMAND_S) -> None:
+        await self._call("POST", path, body, bound_s)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, bound_s: float, absent_is_fine: bool = False
+    ) -> bytes:
+        if self._session is None:
+            raise EngineError(f"{self.name}: not started")
+        data = None if body is None else _json.encode(body)
+        request = asyncio.ensure_future(self._exchange(self._session, method, path, data, absent_is_fine))
+        deadline = asyncio.get_running_loop().time() + bound_s
+        try:
+            while not request.done():
+                await asyncio.wait((request,), timeout=LOOK_S)
+                if request.done():
+                    break
+                death = self.server.death()
+                if death is not None:
+                    raise EngineError(death)
+                if asyncio.get_running_loop().time() > deadline:
+                    raise EngineError(f"{self.name}: no answer to {path} within {bound_s:g} s; see {self.log_path}")
+            return request.result()
+        except (aiohttp.ClientError, OSError) as error:
+            await asyncio.sleep(2 * LOOK_S)
+            raise EngineError(
+                self.server.death() or f"{self.name}: {path}: connection lost: {error!r}; see {self.log_path}"
+            ) from None
+        finally:
+            request.cancel()
+
+    async def _exchange(
+        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None, absent_is_fine: bool
+    ) -> bytes:
+        async with session.request(method, path, data=data) as response:
+            answer = await response.read()
+            if response.status == 200 or (response.status == 404 and absent_is_fine):
+                return answer
+            raise EngineError(f"{self.name}: {path}: {_reason(response.status, answer)}; see {self.log_path}")
+
+
+def _body(rid: str, request: TurnRequest) -> dict[str, Any]:
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "no_stop_trim": True,
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    return {
+        "rid": rid,
+        "input_ids": np.asarray(request.token_ids).tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+        "stream": True,
+        "priority": request.priority,
+    }
+
+
+def _reason(status: int, answer: bytes) -> str:
+    """The server's own words for a refusal, in whatever form it chose."""
+    text = answer.decode(errors="replace").strip()
+    with contextlib.suppress(msgspec.DecodeError):
+        value = msgspec.json.decode(answer)
+        while isinstance(value, dict) and value:
+            value = next((value[k] for k in ("message", "error", "detail") if k in value), str(value))
+        text = str(value)
+    return f"refused ({status}): {text[:300]}"

@@ -1,0 +1,47 @@
+"""How do ranks of different worlds share a torch process group?
+
+Megatron builds its groups over the default world of the training ranks, so what crosses the roles (groups on their way,
+weights) needs groups *beside* that world. The rendezvous is the one of SGLang's `init_custom_process_group`, so a member may
+be an SGLang scheduler, which joins through its `/init_weights_update_group`.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+WEIGHTS_GROUP = "rpipe_weights"  # the broadcast of weights: rank 0 is the trainer, the others are engine workers
+
+
+def side_group(
+    address: str, port: int, world_size: int, rank: int, name: str, backend: str = "gloo", timeout_s: float = 120.0
+) -> dist.ProcessGroup:
+    """Meet `world_size` members at address:port; rank 0 must be reachable there and serves the store.
+
+    Works before, after and without a default world. Ranks in collectives over the group are the ones given here. Every
+    wait, now and in collectives later, ends after `timeout_s`. A name can be joined again after `leave`.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    host = f"[{address}]" if ":" in address else address
+    store, rank, world_size = next(iter(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    helper: Any = c10d._new_process_group_helper
+    group, _ = helper(
+        world_size,
+        rank,
+        [],  # no ranks of a default world: this group stands for itself
+        c10d.Backend(backend),
+        c10d.PrefixStore(name, store),
+        group_name=name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
+    return group  # type: ignore[no-any-return]
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Give the group's sockets back. The others must not use it any more."""
+    dist.destroy_process_group(group)
