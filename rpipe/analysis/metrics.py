@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpipe.analysis.run import Record
+from rpipe.analysis.run import Record, RunError
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class Attempt:
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Attempt:
-        """Read it all. Raises ValueError where a known kind lacks a field."""
+        """Read it all. Raises RunError where a known kind lacks a field."""
         attempt = cls()
         reader = _Reader(attempt)
         for record in records:
@@ -149,7 +149,7 @@ class _Reader:
                 handler(record)
         except KeyError as error:
             where = f"rank {record.get('rank')}, seq {record.get('seq')}"
-            raise ValueError(f"{record.get('kind')} ({where}) lacks {error}") from None
+            raise RunError(f"event log of {where}: {record.get('kind', 'a record')} lacks {error}") from None
 
     def _at(self, iteration: int) -> Iteration:
         return self.to.iterations.setdefault(iteration, Iteration(iteration))

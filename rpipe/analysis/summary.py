@@ -31,14 +31,7 @@ class RunSummary:
 
 def summarize(run: Path) -> RunSummary:
     """Read every attempt of `run`. Raises RunError: not a run dir, no events yet, a damaged line."""
-    told: list[Attempt] = []
-    for directory in attempts(run):
-        try:
-            told.append(Attempt.of(read(directory)))
-        except RunError:
-            raise
-        except ValueError as error:
-            raise RunError(f"{directory}: {error}") from None
+    told = [Attempt.of(read(directory)) for directory in attempts(run)]
     if not any(attempt.events for attempt in told):
         raise RunError(f"{run}: no events yet: the job is still starting, or it ended before it began to train")
     kept: dict[int, Iteration] = {}
@@ -88,9 +81,14 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         "publish_s": median([s for attempt in found.attempts for s in attempt.publish_s]),
         "checkpoint_s": median([s for attempt in found.attempts for s in attempt.checkpoint_s]),
         "time_s": _time(found, rows),
-        "medians": {key: median([row[key] for row in rows if row[key] is not None]) for key in list(rows[0])[1:]} if rows else {},
+        "medians": _medians(rows),
         "problems": problems(found.attempts, found.iterations, found.interrupted),
     }
+
+
+def _medians(rows: list[Report]) -> Report:
+    keys = [key for key in rows[0] if key != "iteration"] if rows else []
+    return {key: median([row[key] for row in rows if row[key] is not None]) for key in keys}
 
 
 def _time(found: RunSummary, rows: list[Report]) -> dict[str, float]:

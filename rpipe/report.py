@@ -1,0 +1,216 @@
+"""`rpipe report RUN`: what did a run take, make and learn, and where did its time go?
+
+Everything comes from the event log (docs/event-log.md defines each figure). Needs no torch: it runs on a laptop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rpipe.analysis.run import RunError
+from rpipe.analysis.summary import Report, report
+
+ALL_ROWS = 24  # beyond: the first and the last ones only
+EDGE_ROWS = 8
+
+# column: key of a row, heading, format
+COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("iteration", "iter-\nation", "d"),
+    ("rollout_s", "rollout\ns", ".2f"),
+    ("train_busy_s", "train\nbusy s", ".2f"),
+    ("rollout_to_train_end_s", "to train\nend s", ".2f"),
+    ("first_dispatch_s", "first dis-\npatch s", ".2f"),
+    ("waiting_ratio_start", "waits\nstart", ".0%"),
+    ("waiting_ratio_busy", "waits\nall", ".0%"),
+    ("steps", "steps", "g"),
+    ("groups_trained", "groups", "g"),
+    ("groups_dropped", "drop-\nped", "g"),
+    ("generated_tokens", "tokens", ",.0f"),
+    ("reward_mean", "reward", ".3f"),
+    ("logprob_gap_mean", "log-prob\ngap", ".1e"),
+    ("logprob_gap_max", "\nmax", ".1e"),
+)
+NARROW = {"iteration", "rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s", "waiting_ratio_busy", "steps"}
+NARROW |= {"reward_mean", "logprob_gap_mean"}  # the columns of a terminal that has no room for all
+ALL_COLUMNS_WIDTH = 116
+COMPARED = (*(key for key, _, _ in COLUMNS[1:]),)
+
+
+def main(argv: Sequence[str]) -> int:
+    """0: printed; 2: there is nothing to report, said in one line on stderr."""
+    parser = argparse.ArgumentParser(prog="rpipe report", description="Figures of a run, from its event log.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run dir; several: their medians side by side")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write one row an iteration")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw one iteration: engines, trainer, publish")
+    parser.add_argument("--iteration", type=int, metavar="N", help="which one to draw (default: the last complete one)")
+    asked = parser.parse_args(list(argv))
+    try:
+        if len(asked.runs) > 1 and (asked.json or asked.csv or asked.timeline):
+            raise RunError("--json, --csv and --timeline want one run")
+        reports = [report(run, _name(run)) for run in asked.runs]
+        if asked.csv:
+            _write_csv(asked.csv, reports[0])
+        if asked.timeline:
+            from rpipe.analysis.picture import draw  # matplotlib takes a second to import
+
+            draw(asked.runs[0], asked.iteration, asked.timeline)
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
+    if asked.json:
+        print(json.dumps(reports[0]))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 132, highlight=False, soft_wrap=False)
+    if len(reports) > 1:
+        console.print(_side_by_side(reports))
+    else:
+        _show(console, asked.runs[0], reports[0])
+    return 0
+
+
+def write(run_dir: Path) -> str:
+    """Write `run_dir`/report.json, whole or not at all, and return the lines that a job ends with. Raises RunError, OSError."""
+    told = report(run_dir, _name(run_dir))
+    target, draft = run_dir / "report.json", run_dir / f".report.json.{os.getpid()}"
+    with draft.open("w") as file:
+        json.dump(told, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(target)
+    return summary(run_dir, told)
+
+
+def summary(run_dir: Path, told: Report) -> str:
+    """A run in a few lines of plain text."""
+    run, median, count = told["run"], told["run"]["medians"], len(told["iterations"])
+    attempts = f" in {told['attempts']} attempts" if told["attempts"] > 1 else ""
+    lines = [f"{run['name']}: {count} iteration{'s' * (count != 1)} in {_duration(run['seconds'])}{attempts}"]
+    if told["evaluations"]:
+        first, last = told["evaluations"][0], told["evaluations"][-1]
+        line = f"  held-out reward  {first['reward_mean']:.3f}"
+        if last is not first:
+            line += f" -> {last['reward_mean']:.3f} ({last['reward_mean'] - first['reward_mean']:+.3f})"
+        lines.append(f"{line}, {last['count']} trajectories")
+    if count:
+        first, last = told["iterations"][0], told["iterations"][-1]
+        lines.append(f"  training reward  {_f(first['reward_mean'], '.3f')} -> {_f(last['reward_mean'], '.3f')}")
+        lines.append(
+            f"  median iteration rollout {_f(median['rollout_s'], '.2f')} s, train {_f(median['train_busy_s'], '.2f')} s,"
+            f" rollout to train end {_f(median['rollout_to_train_end_s'], '.2f')} s;"
+            f" the trainer waits {_f(median['waiting_ratio_busy'], '.0%')}"
+        )
+        lines.append(
+            f"  generated        {sum(row['generated_tokens'] for row in told['iterations']):,} tokens"
+            f" at {_f(run['tokens_per_s'], ',.0f')} tokens/s of rollout;"
+            f" responses p50 {_f(run['response_tokens_p50'], 'd')}, p95 {_f(run['response_tokens_p95'], 'd')} tokens,"
+            f" {_f(run['truncation_rate'], '.0%')} cut"
+        )
+        lines.append(
+            f"  log-prob gap     mean {_f(median['logprob_gap_mean'], '.1e')}, max {_f(median['logprob_gap_max'], '.1e')}"
+            f" (medians); {run['skipped_steps']} skipped steps"
+        )
+    lines += [f"  note: {problem}" for problem in run["problems"]]
+    lines.append(f"  run dir          {run_dir}")
+    return "\n".join(lines)
+
+
+def _name(run: Path) -> str:
+    """run.name of the run's config, or the directory's."""
+    try:
+        tree = yaml.safe_load((run / "config.yaml").read_text())
+        return str(tree["run"]["name"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return run.resolve().name
+
+
+def _f(value: Any, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s" if minutes else f"{seconds:.1f} s"
+
+
+# ---- tables
+
+
+def _show(console: Console, run_dir: Path, told: Report) -> None:
+    rows: list[Report] = told["iterations"]
+    if rows:
+        console.print(_iterations(rows, told["run"]["medians"], console.width < ALL_COLUMNS_WIDTH))
+    if told["evaluations"]:
+        console.print(_evaluations(told["evaluations"]), soft_wrap=True)
+    console.print(where_time_went(told), soft_wrap=True)
+    console.print(summary(run_dir, told), soft_wrap=True, markup=False)
+
+
+def _iterations(rows: list[Report], medians: Report, narrow: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = [column for column in COLUMNS if not narrow or column[0] in NARROW]
+    for _, heading, _ in columns:
+        table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
+    many = len(rows) > ALL_ROWS
+    for row in rows[:EDGE_ROWS] if many else rows:
+        table.add_row(*(_f(row[key], spec) for key, _, spec in columns))
+    if many:
+        table.add_row(f"+{len(rows) - 2 * EDGE_ROWS}", *("..." for _ in columns[1:]), style="dim")
+        for row in rows[-EDGE_ROWS:]:
+            table.add_row(*(_f(row[key], spec) for key, _, spec in columns))
+    if len(rows) > 1:
+        table.add_section()
+        table.add_row("median", *(_f(medians[key], spec) for key, _, spec in columns[1:]), style="bold")
+    return table
+
+
+def _evaluations(rows: list[Report]) -> str:
+    shown = [f"{row['reward_mean']:.3f} after {row['iteration']}" for row in rows]
+    if len(shown) > EDGE_ROWS:
+        shown = [*shown[:2], "...", *shown[2 - EDGE_ROWS :]]
+    return f"held-out reward: {', '.join(shown)} iterations"
+
+
+def where_time_went(told: Report) -> str:
+    """One line: shares of the job's seconds, largest first; what took under half a percent is left out."""
+    total = told["run"]["seconds"]
+    parts = sorted(told["run"]["time_s"].items(), key=lambda part: -part[1])
+    shares = [f"{name} {seconds / total:.0%}" for name, seconds in parts if total and seconds / total >= 0.005]
+    return f"where {_duration(total)} went: " + ", ".join(shares)
+
+
+def _side_by_side(reports: list[Report]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title="medians", title_justify="left")
+    table.add_column("")
+    for told in reports:
+        table.add_column(f"{told['run']['name']}\n{len(told['iterations'])} iterations", justify="right")
+    specs = {key: spec for key, _, spec in COLUMNS}
+    for key in COMPARED:
+        table.add_row(key, *(_f(told["run"]["medians"].get(key), specs[key]) for told in reports))
+    table.add_row("tokens_per_s", *(_f(told["run"]["tokens_per_s"], ",.0f") for told in reports))
+    return table
+
+
+def _write_csv(path: Path, told: Report) -> None:
+    names = ["iteration", *COMPARED]
+    if told["iterations"]:
+        names = list(told["iterations"][0])
+    with path.open("w", newline="") as file:
+        out = csv.DictWriter(file, names)
+        out.writeheader()
+        out.writerows(told["iterations"])
