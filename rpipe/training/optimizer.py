@@ -1,0 +1,156 @@
+"""How do gradients become weights?
+
+AdamW behind megatron's distributed optimizer (each data-parallel rank keeps the moments of its part), the learning-rate
+schedule beside it. A gradient that is not finite changes nothing: not a weight, not a moment, not the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rpipe.config import Optimizer as Settings
+
+SHARDING = "fully_reshardable"  # the one sharding that reloads exactly under any tp and dp
+
+
+class Optimizer:
+    """One optimizer over all parameters of one model."""
+
+    def __init__(self, model: DistributedDataParallel, settings: Settings, total_steps: int, dtype: torch.dtype) -> None:
+        """`total_steps` of the run; a cosine ends there. Raises ValueError where the schedule cannot be."""
+        if settings.minimum_learning_rate > settings.learning_rate:
+            raise ValueError(
+                f"training.optimizer.minimum_learning_rate = {settings.minimum_learning_rate:g}"
+                f" is above learning_rate = {settings.learning_rate:g}"
+            )
+        if settings.schedule == "cosine" and settings.warm_up_steps >= total_steps:
+            raise ValueError(f"training.optimizer.warm_up_steps = {settings.warm_up_steps} leaves nothing of the run's {total_steps} steps")
+        _fix_torch_adam()
+        self.settings = settings
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            min_lr=settings.minimum_learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.beta1,
+            adam_beta2=settings.beta2,
+            adam_eps=settings.epsilon,
+            clip_grad=settings.clip_grad_norm,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        chain = get_megatron_optimizer(config, [model])
+        (self._inner,) = getattr(chain, "chained_optimizers", [chain])
+        # it also carries the weight-decay multipliers: without a schedule norms and biases would be decayed
+        self._schedule = OptimizerParamScheduler(
+            self._inner,
+            init_lr=0.0,
+            max_lr=settings.learning_rate,
+            min_lr=settings.minimum_learning_rate,
+            lr_warmup_steps=settings.warm_up_steps,
+            lr_decay_steps=max(total_steps, settings.warm_up_steps + 1),
+            lr_decay_style=settings.schedule,
+            start_wd=settings.weight_decay,
+            end_wd=settings.weight_decay,
+            wd_incr_steps=1,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+        )
+
+    def zero_grad(self) -> None:
+        self._inner.zero_grad()
+
+    def step(self, learning_rate: float | None = None) -> tuple[bool, float, float]:
+        """Apply the reduced gradients: (applied, gradient norm before clipping, learning rate used).
+
+        Step k (from 1) uses the schedule's value at k, so warm-up's first step already moves. `learning_rate` overrules
+        the schedule, which then stays where it is. All ranks get the same answer: the norm is over all of them.
+        """
+        inner = self._inner
+        with torch.no_grad():
+            inner.prepare_grads()
+            norm = float(inner.clip_grad_norm(self.settings.clip_grad_norm))
+        if not math.isfinite(norm):
+            return False, norm, float(inner.param_groups[0]["lr"])
+        if learning_rate is None:
+            self._schedule.step(1)
+        else:
+            for group in inner.param_groups:
+                group["lr"], group["weight_decay"] = learning_rate, 0.0
+        inner.step_with_ready_grads()
+        return True, norm, float(inner.param_groups[0]["lr"])
+
+    def reset(self) -> None:
+        """Forget all moments and start the schedule again; weights stay."""
+        self._inner.optimizer.state.clear()
+        for group in self._inner.optimizer.param_groups:
+            group.pop("step", None)  # where Transformer Engine's and apex's Adam count
+        self._set_steps(0)
+
+    def moments(self) -> list[torch.Tensor]:
+        """This rank's Adam moments; empty before the first step."""
+        states = self._inner.optimizer.state.values()
+        return [value for state in states for key, value in state.items() if key in ("exp_avg", "exp_avg_sq")]
+
+    @property
+    def steps(self) -> int:
+        """How far the schedule is."""
+        return int(self._schedule.num_steps)
+
+    def _set_steps(self, steps: int) -> None:
+        self._schedule.num_steps = steps
+        self._schedule.step(0)
+
+    def sharded_state(self, model_state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> Any:
+        return self._inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+
+    def load(self, state: Any, steps: int) -> None:
+        self._inner.load_state_dict(state)
+        self._set_steps(steps)
+
+
+def _fix_torch_adam() -> None:
+    """megatron-core 0.16.1 over torch's AdamW (neither apex nor Transformer Engine): make its checkpoints work.
+
+    As it stands, saving asserts before the first step, loading looks for a `step` that fully_reshardable stores apart,
+    and after loading all parameters share one step tensor, which torch then advances once per parameter.
+    """
+    cls: Any = DistributedOptimizer
+    if HAVE_APEX_OR_TE or getattr(cls, "_rpipe_fixed", False):
+        return
+    load, save = cls.load_state_dict, cls.state_dict
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = self.model_param_group_index_map[model_param]
+        param = self.optimizer.param_groups[group]["params"][order]
+        for key, value in {"param": param, **self.optimizer.state[param]}.items():
+            if key in tensors:
+                value.copy_(tensors[key])
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        load(self, state)
+        for each in self.optimizer.state.values():
+            each["step"] = each["step"].clone()
+
+    def state_dict(self: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    blank = {"exp_avg": torch.zeros_like(param.data), "exp_avg_sq": torch.zeros_like(param.data)}
+                    self.optimizer.state[param].update(step=torch.tensor(0.0), **blank)
+        return save(self)
+
+    cls._set_main_param_and_optimizer_states = set_states
+    cls.load_state_dict = load_state_dict
+    cls.state_dict = state_dict
+    cls._rpipe_fixed = True
