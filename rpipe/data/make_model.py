@@ -101,7 +101,9 @@ def _tokenizer(make: config.MakeModel) -> Any:
 def _random_weights(make: config.MakeModel, vocabulary: int, eos_id: int, pad_id: int, seed: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     shapes: dict[str, Any] = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
