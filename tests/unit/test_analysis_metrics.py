@@ -339,7 +339,7 @@ def test_a_damaged_line_is_named(tmp_path: Path):
         ('{"v":99}', r"rank00000\.jsonl:1: format 99, written by a newer rpipe"),
         ("17", r"rank00000\.jsonl:1: not a record"),
         ('{"a":1}', r"rank00000\.jsonl:1: not a record"),
-        ('{"v":1,"t":1.0,"rank":0,"seq":4,"io":"event","kind":"TurnFinished"}', "rank 0, seq 4: TurnFinished lacks 'trajectory'"),
+        ('{"v":1,"t":1.0,"rank":0,"seq":4,"io":"event","kind":"TurnFinished"}', "seq 4: TurnFinished lacks 'trajectory'"),
         ('{"v":1,"rank":0,"seq":4,"io":"event"}', "rank 0, seq 4: a record lacks 't'"),
     ],
 )
