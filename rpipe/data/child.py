@@ -17,7 +17,7 @@ def child_environment(hash_seed: int = 0) -> dict[str, str]:
     root = str(Path(__file__).resolve().parents[2])
     path = list(dict.fromkeys([*(p for p in sys.path if p), root]))
     kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {
         **kept,
         **threads,

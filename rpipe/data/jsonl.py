@@ -31,7 +31,7 @@ def jsonl_entries(path: Path, shown: str) -> Iterator[Entry]:
                     line = line.removeprefix(b"\xef\xbb\xbf")
                 if line.strip():
                     count += 1
-                    yield _entry(line, f"{shown}:{number}")
+                    yield _entry(line.rstrip(b"\r\n"), f"{shown}:{number}")
         except OSError as error:  # a folder opens and fails on read
             raise DataError(f"{shown}: cannot be read: {error.strerror}") from None
         if not count:

@@ -31,10 +31,11 @@ def make_model(make: config.MakeModel, directory: Path, seed: int) -> Path:
     """The folder, made unless this very model is already there. Raises DataError where something else is."""
     record = {"make": make.model_dump(), "seed": seed}
     if directory.exists():
-        found = directory / _RECORD
-        if found.exists() and json.loads(found.read_text()) == record:
+        if _is(directory, record):
             return directory
-        raise DataError(f"{directory}: holds something else than model.make with seed {seed}; wanted: another folder, or remove it")
+        raise DataError(
+            f"{directory}: holds something else than model.make with seed {seed}; wanted: another folder, or remove it"
+        )
     _check(make)
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
@@ -47,9 +48,10 @@ def make_model(make: config.MakeModel, directory: Path, seed: int) -> Path:
             _to_disk(file)
         aside.chmod(0o755)
         os.rename(aside, directory)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
-        raise
+        if not (isinstance(error, OSError) and _is(directory, record)):  # another process was first with the same
+            raise
     return directory
 
 
@@ -65,6 +67,11 @@ def load_tokenizer(directory: Path) -> Any:
     except Exception as error:  # a dozen kinds, by what is broken
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"model.path = {directory}: no tokenizer can be read: {line}") from None
+
+
+def _is(directory: Path, record: dict[str, Any]) -> bool:
+    found = directory / _RECORD
+    return found.exists() and bool(json.loads(found.read_text()) == record)
 
 
 def _check(make: config.MakeModel) -> None:

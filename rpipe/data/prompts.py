@@ -76,7 +76,10 @@ def load_prompts(
         if not ids:
             raise DataError(f"{entry.origin}: the prompt has no tokens; wanted: at least 1")
         if len(ids) > max_prompt_tokens:
-            raise DataError(f"{entry.origin}: the prompt has {len(ids)} tokens; wanted: at most data.max_prompt_tokens = {max_prompt_tokens}")
+            raise DataError(
+                f"{entry.origin}: the prompt has {len(ids)} tokens;"
+                f" wanted: at most data.max_prompt_tokens = {max_prompt_tokens}"
+            )
         reward = entry.reward or source.reward
         rewards.setdefault(reward, entry.origin if entry.reward else f"{key}.reward")
         if reward == "reasoning_gym" and source.kind != "reasoning_gym":
@@ -102,8 +105,10 @@ def _text(entry: Entry, source: config.Source, tokenizer: Any, key: str) -> str:
     try:
         text = source.template.format(**entry.fields)
     except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
-        known = ", ".join("{%s}" % name for name in entry.fields)
-        raise DataError(f"{entry.origin}: {key}.template = {source.template!r}: {type(error).__name__}: {error}; fields here: {known}") from None
+        known = ", ".join(entry.fields)
+        raise DataError(
+            f"{entry.origin}: {key}.template = {source.template!r}: {type(error).__name__}: {error}; fields here: {known}"
+        ) from None
     if not source.chat:
         return text
     return _chat([{"role": "user", "content": text}], tokenizer, f"{key}.chat", entry.origin)
@@ -111,11 +116,15 @@ def _text(entry: Entry, source: config.Source, tokenizer: Any, key: str) -> str:
 
 def _chat(messages: list[dict[str, Any]], tokenizer: Any, what: str, origin: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"{what} wants a chat template, and this model's tokenizer has none; wanted: a prompt, or another model")
+        raise DataError(
+            f"{what} wants a chat template, and this model's tokenizer has none; wanted: a prompt, or another model"
+        )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs and raise what they like
-        raise DataError(f"{origin}: the chat template refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+        raise DataError(
+            f"{origin}: the chat template refuses it: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        ) from None
     return str(text)
 
 

@@ -92,8 +92,12 @@ def _make(recipe: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:  # a generator's own checks of its options are asserts, TypeErrors, anything
         return {"error": f"reasoning_gym {name} refuses options = {recipe['options']}: {type(error).__name__}: {error}"}
     if any(_accepts_garbage(dataset, entry) for entry in entries[:_PROBED]):
-        return {"error": f"name = {name}: this generator's scorer gives full marks to {_GARBAGE!r}; nothing can be learned from it"}
-    return {"entries": [{"question": e["question"], "answer": str(e["answer"]), "metadata": e.get("metadata", {})} for e in entries]}
+        return {
+            "error": f"name = {name}: this generator's scorer gives full marks to {_GARBAGE!r}; nothing can be learned from it"
+        }
+    return {
+        "entries": [{"question": e["question"], "answer": str(e["answer"]), "metadata": e.get("metadata", {})} for e in entries]
+    }
 
 
 def _accepts_garbage(dataset: Any, entry: dict[str, Any]) -> bool:

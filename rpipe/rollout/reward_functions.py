@@ -95,5 +95,7 @@ def load(name: str) -> Function:
     except BaseException as error:  # a user's module may raise anything, SystemExit too
         raise ValueError(f"cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from None
     if not callable(found):
-        raise ValueError(f"is a {type(found).__name__}; wanted: a function (prompt_text, response_text, answer, metadata) -> float")
+        raise ValueError(
+            f"is a {type(found).__name__}; wanted: a function (prompt_text, response_text, answer, metadata) -> float"
+        )
     return found  # type: ignore[no-any-return]

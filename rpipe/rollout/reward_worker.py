@@ -54,8 +54,8 @@ def _serve(requests: BinaryIO, replies: Any, isolation: str) -> None:
     for name in hello["functions"]:
         try:
             functions[name] = reward_functions.load(name)
-        except ValueError as error:
-            problems[name] = _line(str(error))
+        except ValueError as refused:
+            problems[name] = _line(str(refused))
     _send(replies, {"isolation": isolation, "problems": problems})
     for line in requests:
         call, name, prompt, response, answer, metadata = json.loads(line)

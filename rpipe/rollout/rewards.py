@@ -66,7 +66,8 @@ class RewardPool:
     def __init__(self, settings: config.Reward, seed: int, log_path: Path | None = None) -> None:
         self._settings = settings
         self._seed = seed
-        self._log: IO[bytes] = open(log_path, "ab") if log_path else tempfile.TemporaryFile()  # what functions print
+        # What functions print. Open as long as the pool.
+        self._log: IO[bytes] = open(log_path, "ab") if log_path else tempfile.TemporaryFile()  # noqa: SIM115
         self._functions: dict[str, str] = {}
         self._queue: deque[_Call] = deque()
         self._workers: set[_Worker] = set()  # ready for calls
@@ -79,7 +80,7 @@ class RewardPool:
         self.replaced = 0  # workers
 
     async def start(self, functions: Mapping[str, str] | None = None) -> None:
-        """Start the workers and load `functions` in each: name -> the config key or line that asks for it (`PromptSet.rewards`).
+        """Start the workers and load `functions` in each: name -> the key or line that asks for it (`PromptSet.rewards`).
 
         Raises RewardError naming that key where one does not load.
         """

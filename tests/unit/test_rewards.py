@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from rpipe import config
 from rpipe.core.types import Prompt
 from rpipe.data.prompts import load_prompts
@@ -290,7 +291,8 @@ def test_close_ends_workers_that_are_just_being_replaced():
 
 def test_workers_end_when_their_parent_is_killed():
     code = (
-        "import asyncio; from rpipe import config; from rpipe.core.types import Prompt; from rpipe.rollout.rewards import RewardPool\n"
+        "import asyncio\n"
+        "from rpipe import config; from rpipe.core.types import Prompt; from rpipe.rollout.rewards import RewardPool\n"
         "async def main():\n"
         "    pool = RewardPool(config.Reward(workers=2), 0); await pool.start(); print('ready', flush=True)\n"
         "    await pool.score(Prompt('x', (1,), '', '', 'reward_samples:hang_deaf'), '', 1)\n"
@@ -348,7 +350,7 @@ def test_a_pool_whose_workers_start_no_more_says_so_and_does_not_hang(monkeypatc
         assert (await pool.score(mine("leave"), "x", 1)).reward == 0
         return await pool.score(prompt("exact_match"), "2", 1)
 
-    with pytest.raises(RewardError, match="^reward workers do not start any more, 3 tries: .*no such library$"):
+    with pytest.raises(RewardError, match=r"^reward workers do not start any more, 3 tries: .*no such library$"):
         with_pool(use, workers=1)
 
 
