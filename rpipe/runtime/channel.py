@@ -7,7 +7,6 @@ call in the same order. Sends return at once and keep their tensor until it is d
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,26 +63,30 @@ def unpack(data: NDArray[np.uint8]) -> tuple[Sequences, Spans]:
     return Sequences(lengths, prompts, ids, read(np.uint8, tokens), advantages, rewards, logprobs), table
 
 
+class Sent:
+    """A tensor on its way; its memory stays until `wait` returns."""
+
+    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> None:
+        """Call once the receiver said that it has it; returns at once then."""
+        self._work.wait()
+
+
 class Channel:
-    """Point-to-point over one torch group, which is None for the default world. `device` is where its backend reads."""
+    """Point-to-point over one torch group, None being the default world. `device` is where its backend reads."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._unsent: deque[tuple[Any, torch.Tensor]] = deque()
 
-    def send(self, data: NDArray[np.uint8], rank: int) -> None:
+    def send(self, data: NDArray[np.uint8], rank: int) -> Sent:
         """`rank` is the receiver's in the group. Returns at once."""
         import torch
         import torch.distributed as dist
 
         tensor = torch.from_numpy(data).to(self._device)
-        work = dist.isend(tensor, group=self._group, group_dst=rank)
-        self._unsent.append((work, tensor))
-
-    def delivered(self) -> None:
-        """The oldest send was taken (its receiver said so): let its memory go."""
-        work, _ = self._unsent.popleft()
-        work.wait()
+        return Sent(dist.isend(tensor, group=self._group, group_dst=rank), tensor)
 
     def receive(self, nbytes: int, rank: int) -> NDArray[np.uint8]:
         """Block until `nbytes` came from `rank`; the group's own timeout bounds the wait."""

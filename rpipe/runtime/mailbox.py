@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from mpi4py import MPI
 
-from rpipe.runtime.messages import AnyMessage, Message
+from rpipe.runtime.messages import Alive, AnyMessage, Message
 
 TAG = 7
 _encoder = msgspec.msgpack.Encoder()
@@ -22,10 +22,12 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessa
 
 
 class Mailbox:
-    """Of one rank; used by one thread."""
+    """Of one rank; used by one thread. It sends Alive to `peers` now and then, and knows how long nothing came."""
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Any, peers: tuple[int, ...] = (), heartbeat_s: float = 10.0) -> None:
         self._comm = comm
+        self._peers, self._heartbeat_s = peers, heartbeat_s
+        self._beat = self._heard = time.monotonic()
         self._unsent: deque[tuple[Any, bytes]] = deque()
         self._status = MPI.Status()
 
@@ -34,13 +36,29 @@ class Mailbox:
         self._unsent.append((self._comm.Isend([body, MPI.BYTE], dest=rank, tag=TAG), body))
 
     def poll(self) -> Iterator[tuple[int, AnyMessage]]:
-        """What has arrived, oldest first per sender; also frees what was delivered."""
+        """What has arrived, oldest first per sender; also frees what was delivered and keeps the heart beating."""
+        if self._peers and time.monotonic() - self._beat > self._heartbeat_s:
+            self._beat = time.monotonic()
+            for peer in self._peers:
+                self.send(peer, Alive())
         while self._unsent and self._unsent[0][0].Test():
             self._unsent.popleft()
         while (handle := self._comm.Improbe(MPI.ANY_SOURCE, TAG, self._status)) is not None:
             source, body = self._status.Get_source(), bytearray(self._status.Get_count(MPI.BYTE))
             handle.Recv([body, MPI.BYTE])
-            yield source, _decoder.decode(body)
+            self._heard = time.monotonic()
+            message = _decoder.decode(body)
+            if not isinstance(message, Alive):
+                yield source, message
+
+    def worked(self) -> None:
+        """This rank was busy itself: silence counts from now."""
+        self._heard = time.monotonic()
+
+    def check_silence(self, limit_s: float, what: str) -> None:
+        """Raise TimeoutError naming `what` if nothing came for `limit_s`."""
+        if time.monotonic() - self._heard > limit_s:
+            raise TimeoutError(f"heard nothing for {limit_s:.0f} s; waiting for {what}")
 
     def drain(self, limit_s: float) -> None:
         """Return once everything sent is out of this process: call it before anything that stops MPI's progress."""

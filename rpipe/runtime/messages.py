@@ -8,6 +8,7 @@ Small typed records in msgpack; tensors travel elsewhere (runtime.channel). Who 
     training coordinator -> rollout coordinator   Rendezvous, Offer, Received, TrainerState, StepReport, Stop
     training coordinator -> training ranks        Work
     training ranks       -> training coordinator  BatchDone
+    coordinators         -> each other, their ranks   Alive
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class TensorEntry(Struct, frozen=True):
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+
+class Alive(Message, frozen=True):
+    """Nothing new, but the sender works; every limits.heartbeat_s."""
 
 
 # ---- rollout coordinator and engine owners
@@ -162,8 +167,11 @@ class TrainerState(Message, frozen=True):
 
 
 class StepReport(Message, frozen=True):
+    """For the scalars. `busy_s`: forward and backward of the step's micro-batches, mean over replicas, and the step itself."""
+
     iteration: int
     event: StepDone
+    busy_s: float
 
 
 class Stop(Message, frozen=True):
@@ -186,7 +194,7 @@ class BatchDone(Message, frozen=True):
 
 
 AnyMessage = (
-    Join | StartTurn | CancelTurn | LoadWeights | CloseEngine | EngineUp | TurnDone | WeightsLoaded | EngineFailed
+    Alive | Join | StartTurn | CancelTurn | LoadWeights | CloseEngine | EngineUp | TurnDone | WeightsLoaded | EngineFailed
     | EnginesUp | Rendezvous | GroupHeader | Dropped | Ended | Confirmed | RolloutDone | Offer | Received | TrainerState
     | StepReport | Stop | Work | BatchDone
 )

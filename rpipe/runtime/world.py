@@ -6,7 +6,6 @@ thread owns MPI. All times in the job are seconds on rank 0's clock: every rank 
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -176,7 +175,6 @@ def role_world(world: World, backend: str, interface: str | None, timeout_s: flo
     if store is None:
         store = dist.TCPStore(where[0], where[1], world.role_size, is_master=False, timeout=timeout)
     both = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "hccl": "cpu:gloo,npu:hccl"}[backend]
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface or "lo") if address == "127.0.0.1" or interface else None
     dist.init_process_group(both, store=store, rank=world.role_rank, world_size=world.role_size, timeout=timeout)
 
 

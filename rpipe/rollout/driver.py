@@ -1,0 +1,415 @@
+"""What does the rollout coordinator's rank do?
+
+It runs `control.rollout.RolloutCoordinator` with a clock and IO: events in, commands out, each to the log, each command
+performed by one method below. Payloads (tokens, log-probs) stay here, under their group, until the trainer holds them.
+
+    waits for               unblocked by                   bounded by
+    engines to start        EngineUp of each               engine.start_deadline_s
+    the trainer's weights   Offer, then WeightsLoaded      limits.message_s
+    a turn                  TurnDone                       rollout.trajectory_deadline_s, engine.stall_deadline_s
+    a reward                the reward pool                reward.deadline_s
+    a group's delivery      Received                       limits.message_s
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from rpipe.config import Config
+from rpipe.control.rollout import OffPolicy, RolloutCoordinator, RolloutSettings
+from rpipe.core.eventlog import EventLog
+from rpipe.core.events import (
+    AbortTurn,
+    ConfirmWeights,
+    DeadlinePassed,
+    DropGroup,
+    EndEvaluation,
+    EndRollout,
+    FinishRun,
+    GroupReceived,
+    GroupSpec,
+    RequestRollout,
+    RolloutCommand,
+    RolloutEvent,
+    RolloutRequested,
+    ScoreTrajectory,
+    SendGroup,
+    SendTurn,
+    ServingComplete,
+    StopRequested,
+    TrajectoryScored,
+    UpdateEngine,
+    WeightsOffered,
+)
+from rpipe.core.types import GroupId, Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
+from rpipe.data.order import Order
+from rpipe.policy.admission import Admission, Fifo, Frontier
+from rpipe.policy.advantage import ADVANTAGES
+from rpipe.policy.placement import GroupAffine, LeastLoaded
+from rpipe.rollout.rewards import RewardPool
+from rpipe.rollout.watch import Watch
+from rpipe.rollout.worker import EngineOwner
+from rpipe.runtime.channel import Channel, Sent, pack
+from rpipe.runtime.dump import TrajectoryDump
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.messages import (
+    AnyMessage,
+    CancelTurn,
+    CloseEngine,
+    Confirmed,
+    Dropped,
+    Ended,
+    EngineFailed,
+    EnginesUp,
+    EngineUp,
+    GroupHeader,
+    Join,
+    LoadWeights,
+    Message,
+    Offer,
+    Received,
+    Rendezvous,
+    StartTurn,
+    StepReport,
+    Stop,
+    TrainerState,
+    TurnDone,
+    WeightsLoaded,
+)
+from rpipe.runtime.world import World
+
+POLL_S = 0.002
+CHANNEL_TRAINER = 1  # the training coordinator's rank in the two-member channel group
+
+
+class RolloutError(RuntimeError):
+    """The rollout cannot go on; one line says why."""
+
+
+def settings(config: Config) -> RolloutSettings:
+    """The policies that the config chose."""
+    backfill = config.admission.backfill_tokens if config.admission.backfill == "kv_budget" else 0
+    admission: Admission = Fifo() if config.admission.policy == "fifo" else Frontier(config.admission.frontier_groups, backfill)
+    return RolloutSettings(
+        engines=config.engines,
+        iterations=config.run.iterations,
+        max_new_tokens=config.rollout.max_new_tokens,
+        trajectory_deadline_s=config.rollout.trajectory_deadline_s,
+        queue_bytes=config.channel.queue_bytes,
+        admission=admission,
+        placement=LeastLoaded() if config.placement.policy == "least_loaded" else GroupAffine(),
+        advantage=ADVANTAGES[config.training.loss.advantage],
+        drop_zero_variance=config.rollout.filter == "zero_variance",
+        shuffle_rewards=config.reward.shuffle,
+        evaluate=config.evaluation.prompts > 0,
+        evaluate_every_iterations=config.evaluation.every_iterations,
+    )
+
+
+class HeldGroup:
+    """The payload of one group: its prompt and what came back so far."""
+
+    def __init__(self, prompt: Prompt, count: int) -> None:
+        self.prompt = prompt
+        self.trajectories: list[Trajectory | None] = [None] * count
+        self.engines = [-1] * count
+        self.texts = [""] * count
+        self.errors = [""] * count
+        self.rewards = [0.0] * count
+
+    def finished(self) -> list[Trajectory]:
+        return [t for t in self.trajectories if t is not None]
+
+
+class RolloutDriver:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        log: EventLog,
+        mailbox: Mailbox,
+        channel: Channel,
+        data: RolloutData,
+        dump: TrajectoryDump,
+        watch: Watch,
+    ) -> None:
+        self.config = config
+        self.coordinator = RolloutCoordinator(settings(config))
+        self._world, self._log, self._mailbox, self._channel = world, log, mailbox, channel
+        self._data, self._dump, self._watch = data, dump, watch
+        self._owner: EngineOwner | None = None
+        self._rewards = RewardPool(config.reward, config.run.seed)
+        self._inbox: deque[RolloutEvent] = deque()
+        self._held: dict[GroupId, HeldGroup] = {}
+        self._sent: dict[GroupId, Sent] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engines_up: set[int] = set()
+        self._cursor = 0
+        self._failure: BaseException | None = None
+        self._last_t = 0.0
+        self.reason = ""
+
+    # ---- the loop
+
+    async def run(self, owner: EngineOwner) -> str:
+        """Until FinishRun; returns its reason. Raises RolloutError, OffPolicy, TimeoutError."""
+        self._owner = owner
+        owner.reply = self.receive
+        owner.start()
+        try:
+            await self._rewards.start(self._data.reward_functions)
+            while not self.coordinator.done:
+                self._turn_crank()
+                await asyncio.sleep(0 if self._inbox else POLL_S)
+            return self.reason
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            for engine in range(1, self.config.engines):
+                self._to_engine(engine, CloseEngine())
+            await self._owner.close()
+            await self._rewards.close()
+            self._dump.close()
+
+    def _turn_crank(self) -> None:
+        for _, message in self._mailbox.poll():
+            self.receive(message)
+        if self._failure is not None:
+            raise self._failure
+        deadline_t, now = self.coordinator.next_deadline_t, self._world.clock()
+        if deadline_t is not None and deadline_t <= now:
+            self._inbox.append(DeadlinePassed(t=now))
+        while self._inbox and not self.coordinator.done:
+            self._step(self._inbox.popleft())
+        self._watch.show(self.coordinator, now)
+        self._mailbox.check_silence(self.config.limits.message_s, self._waiting_for())
+
+    def _step(self, event: RolloutEvent) -> None:
+        # Owners stamp events with their own clock: the log must not run backwards.
+        self._last_t = max(event.t, self._last_t)
+        event = msgspec.structs.replace(event, t=self._last_t)
+        self._log.event(event)
+        for command in self.coordinator.on(event):
+            self._log.command(event.t, command)
+            self._watch.saw(event.t, command)
+            self._perform(command)
+        self._watch.saw(event.t, event)
+
+    def _waiting_for(self) -> str:
+        if len(self._engines_up) < self.config.engines:
+            return f"engines {sorted(set(range(self.config.engines)) - self._engines_up)} to start"
+        return self.coordinator.waiting_for()
+
+    def _begin(self, work: Any) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = task.exception()
+
+    # ---- messages in
+
+    def receive(self, message: AnyMessage | Message) -> None:
+        """From an engine owner (directly or over MPI) or from the trainer."""
+        now = self._world.clock()
+        match message:
+            case TurnDone():
+                self._store(message)
+                self._inbox.append(message.event)
+            case WeightsLoaded():
+                self._inbox.append(message.event)
+            case Received():
+                self._sent.pop(message.group).wait()
+                self._held.pop(message.group)
+                self._inbox.append(GroupReceived(t=now, group=message.group))
+            case TrainerState():
+                self._watch.trainer(message)
+            case StepReport():
+                self._watch.step(message)
+            case Offer():
+                self._inbox.append(WeightsOffered(t=now, version=message.version))
+            case EngineUp():
+                self._engine_up(message)
+            case Rendezvous():
+                self._cursor = message.cursor
+                for engine in range(self.config.engines):
+                    self._to_engine(engine, message.join)
+            case EngineFailed():
+                self._failure = RolloutError(message.reason)
+            case Stop():
+                self._inbox.append(StopRequested(t=now, reason=message.reason))
+
+    def _engine_up(self, message: EngineUp) -> None:
+        self._engines_up.add(message.engine)
+        self._log.note(self._world.clock(), "EngineUp", engine=message.engine, seconds=round(message.seconds, 3))
+        if len(self._engines_up) == self.config.engines:
+            self._to_trainer(EnginesUp())
+
+    def _store(self, done: TurnDone) -> None:
+        event, held = done.event, self._held[done.event.trajectory.group]
+        versions = {version for _, _, version in done.versions}
+        if versions - {self.coordinator.version}:
+            raise OffPolicy(
+                f"trajectory {event.trajectory.group}.{event.trajectory.sample} holds tokens of versions {sorted(versions)};"
+                f" the rollout's is {self.coordinator.version}"
+            )
+        held.engines[event.trajectory.sample] = event.engine
+        held.trajectories[event.trajectory.sample] = Trajectory(
+            id=event.trajectory,
+            prompt_ids=np.array(held.prompt.token_ids, np.int32),
+            output_ids=np.frombuffer(done.output_ids, np.int32),
+            logprobs=np.frombuffer(done.logprobs, np.float32),
+            versions=tuple(VersionSpan(*span) for span in done.versions),
+            finish="deadline" if event.finish == "abort" else event.finish,
+        )
+
+    # ---- commands out
+
+    def _perform(self, command: RolloutCommand) -> None:
+        match command:
+            case SendTurn():
+                self._send_turn(command)
+            case AbortTurn():
+                self._to_engine(command.engine, CancelTurn(command.trajectory))
+            case ScoreTrajectory():
+                self._begin(self._score(command.trajectory))
+            case SendGroup():
+                self._send_group(command)
+            case DropGroup():
+                self._to_trainer(Dropped(command.group, command.order, command.iteration))
+                self._record(self._held.pop(command.group), command.group, command.iteration, None)
+            case UpdateEngine():
+                self._to_engine(command.engine, LoadWeights(command.version))
+            case ConfirmWeights():
+                self._to_trainer(Confirmed(command.version))
+            case RequestRollout():
+                self._draw(command)
+            case EndRollout():
+                self._to_trainer(
+                    Ended(command.iteration, command.version, command.groups_sent, command.groups_dropped, self._cursor)
+                )
+                self._dump.flush(command.iteration)
+            case EndEvaluation():
+                self._end_evaluation(command)
+            case FinishRun():
+                self.reason = command.reason
+            case ServingComplete():
+                pass  # the coordinator itself acts on it; it stands in the log for the reader
+
+    def _draw(self, request: RequestRollout) -> None:
+        """Training groups are numbered over the run; evaluation's are negative."""
+        rollout, data = self.config.rollout, self._data
+        if request.purpose == "train":
+            chosen, self._cursor = data.order.take(self._cursor, rollout.groups_per_iteration)
+            prompts, count = [data.train[i] for i in chosen], rollout.trajectories_per_group
+            ids = [request.iteration * rollout.groups_per_iteration + order for order in range(len(prompts))]
+        else:
+            prompts, count = list(data.held_out), 1
+            ids = [-1 - order for order in range(len(prompts))]
+        self._held.update({group: HeldGroup(prompt, count) for group, prompt in zip(ids, prompts)})
+        self._inbox.append(
+            RolloutRequested(
+                t=self._world.clock(),
+                iteration=request.iteration,
+                version=request.version,
+                purpose=request.purpose,
+                trajectories_per_group=count,
+                groups=tuple(GroupSpec(group, len(prompt.token_ids)) for group, prompt in zip(ids, prompts)),
+            )
+        )
+
+    def _send_turn(self, command: SendTurn) -> None:
+        prompt = self._held[command.trajectory.group].prompt
+        training = self.coordinator.purpose == "train"
+        self._to_engine(
+            command.engine,
+            StartTurn(
+                command=command,
+                token_ids=np.array(prompt.token_ids, np.int32).tobytes(),
+                temperature=self.config.rollout.temperature if training else self.config.evaluation.temperature,
+                max_new_tokens=self.config.rollout.max_new_tokens,
+            ),
+        )
+
+    async def _score(self, trajectory: TrajectoryId) -> None:
+        held = self._held[trajectory.group]
+        response = held.trajectories[trajectory.sample]
+        assert response is not None
+        text = held.texts[trajectory.sample] = self._data.decode(response.output_ids.tolist())
+        started_t = self._world.clock()
+        score = await self._rewards.score(held.prompt, text, len(response.output_ids))
+        held.rewards[trajectory.sample], held.errors[trajectory.sample] = score.reward, score.error
+        self._inbox.append(
+            TrajectoryScored(
+                t=self._world.clock(), trajectory=trajectory, reward=score.reward, started_t=started_t, error=score.error
+            )
+        )
+
+    def _send_group(self, command: SendGroup) -> None:
+        held = self._held[command.group]
+        trajectories = held.finished()
+        sequences = Sequences.of(trajectories, command.rewards, command.advantages)
+        spans = np.array(
+            [(t.id.sample, s.start, s.end, s.version) for t in trajectories for s in t.versions], np.int32
+        ).reshape(-1, 4)
+        data = pack(sequences, spans)
+        tokens = tuple(int(n) for n in sequences.lengths)
+        self._to_trainer(
+            GroupHeader(command.group, command.order, command.iteration, command.version, tokens, len(data))
+        )
+        self._sent[command.group] = self._channel.send(data, CHANNEL_TRAINER)
+        self._record(held, command.group, command.iteration, command.advantages)
+
+    def _end_evaluation(self, command: EndEvaluation) -> None:
+        for order in range(command.count):
+            self._record(self._held.pop(-1 - order), -1 - order, command.iteration, None)
+        self._dump.flush(command.iteration)
+
+    def _record(self, held: HeldGroup, group: GroupId, iteration: int, advantages: tuple[float, ...] | None) -> None:
+        """Into the trajectory dump."""
+        for sample, trajectory in enumerate(held.finished()):
+            self._dump.add(
+                iteration=iteration,
+                purpose="train" if group >= 0 else "eval",
+                group=group,
+                index=sample,
+                prompt_id=held.prompt.prompt_id,
+                prompt_text=held.prompt.text,
+                response_text=held.texts[sample],
+                prompt_ids=trajectory.prompt_ids,
+                output_ids=trajectory.output_ids,
+                logprobs=trajectory.logprobs,
+                reward=held.rewards[sample],
+                advantage=None if advantages is None else advantages[sample],
+                finish=trajectory.finish,
+                versions=[(s.start, s.end, s.version) for s in trajectory.versions],
+                engine=held.engines[sample],
+                error=held.errors[sample],
+            )
+
+    def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | CloseEngine | Join) -> None:
+        if engine == 0:
+            assert self._owner is not None
+            self._owner.handle(message)
+        else:
+            self._mailbox.send(engine * self.config.engine.tp, message)
+
+    def _to_trainer(self, message: Message) -> None:
+        self._mailbox.send(self._world.training_coordinator, message)
+
+
+class RolloutData:
+    """Prompts in their order, and the way back from ids to text."""
+
+    def __init__(self, train: Any, held_out: list[Prompt], order: Order, reward_functions: Any, decode: Callable[[list[int]], str]):
+        self.train, self.held_out, self.order = train, held_out, order
+        self.reward_functions, self.decode = reward_functions, decode

@@ -1,0 +1,121 @@
+"""How does a rollout rank come up?
+
+Data and model first (what a person typed wrong ends the job before any engine starts), then the torch channel to the trainer
+in a thread while the engine starts, then the role's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from rpipe.config import Config
+from rpipe.core.eventlog import EventLog
+from rpipe.data.make_model import load_tokenizer, make_model
+from rpipe.data.order import Order
+from rpipe.data.prompts import load_data
+from rpipe.rollout.driver import RolloutData, RolloutDriver
+from rpipe.rollout.engine import Engine
+from rpipe.rollout.watch import Watch
+from rpipe.rollout.worker import EngineOwner
+from rpipe.runtime import device as devices
+from rpipe.runtime.channel import Channel
+from rpipe.runtime.dump import TrajectoryDump
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.messages import CloseEngine
+from rpipe.runtime.progress import Progress
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.scalars import Scalars
+from rpipe.runtime.side_group import side_group
+from rpipe.runtime.world import World, free_port, quiet_barrier
+
+PARK_S = 0.005
+
+
+def model_dir(config: Config, run_dir: RunDir) -> Path:
+    return run_dir.model if config.model.path is None else Path(config.model.path).expanduser()
+
+
+async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
+    """This rank's part of rollout; returns why it ended, "" at a normal end."""
+    data = load(config, run_dir) if world.is_coordinator else None
+    quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
+    where = world.comm.bcast(_channel_address(config, world) if world.rank == 0 else None)
+    owner = _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None
+    if data is None:
+        return await serve(config, mailbox, owner)
+    assert owner is not None
+    device = devices.select(config.cluster.accelerator) if config.backend != "gloo" else devices.select("cpu")
+    group = asyncio.create_task(asyncio.to_thread(side_group, *where, 2, 0, "groups", config.backend, config.limits.start_s))
+    dump = TrajectoryDump(run_dir.trajectories)
+    terminal = os.environ.get("RPIPE_TERMINAL") == "1"
+    columns = int(os.environ.get("COLUMNS", "0")) or None
+    watch = Watch(config, Progress(terminal, columns), Scalars(run_dir.tensorboard))
+    try:
+        driver = RolloutDriver(config, world, log, mailbox, Channel(await group, device), data, dump, watch)
+        return await driver.run(owner)
+    finally:
+        watch.close()
+
+
+async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> str:
+    """A rank that is not the coordinator: its engine's messages until CloseEngine. Without an engine it only waits."""
+    coordinator = 0
+    if owner is not None:
+        owner.reply = lambda message: mailbox.send(coordinator, message)
+        owner.start()
+    try:
+        while True:
+            for _, message in mailbox.poll():
+                if isinstance(message, CloseEngine):
+                    return ""
+                assert owner is not None
+                owner.handle(message)
+            mailbox.check_silence(config.limits.message_s, "the rollout coordinator")
+            await asyncio.sleep(PARK_S if owner is None else 0.001)
+    finally:
+        if owner is not None:
+            await owner.close()
+            mailbox.drain(config.limits.stop_s)
+
+
+def load(config: Config, run_dir: RunDir) -> RolloutData:
+    """Model folder, tokenizer and prompts; raises DataError before anything is started."""
+    if config.model.make is not None:
+        make_model(config.model.make, run_dir.model, config.run.seed)
+    tokenizer = load_tokenizer(model_dir(config, run_dir))
+    train, held_out = load_data(config.data, tokenizer, Path.cwd())
+    rewards = {**(held_out.rewards if held_out else {}), **train.rewards}
+    return RolloutData(
+        train=train,
+        held_out=list(held_out or ())[: config.evaluation.prompts],
+        order=Order(len(train), config.run.seed, config.data.shuffle),
+        reward_functions=rewards,
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+    )
+
+
+def _channel_address(config: Config, world: World) -> tuple[str, int]:
+    address = world.address(config.cluster.interface)
+    return address, free_port(address)
+
+
+def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:
+    index = world.role_rank // config.engine.tp
+    run_dir.logs.mkdir(parents=True, exist_ok=True)
+    return EngineOwner(_engine(config, index, run_dir), index, config, world.clock)
+
+
+def _engine(config: Config, index: int, run_dir: RunDir) -> Engine:
+    if config.engine.kind == "scripted":
+        from rpipe.rollout.scripted_engine import ScriptedEngine
+
+        scripted: Any = ScriptedEngine.from_config(config, index)
+        return scripted  # type: ignore[no-any-return]
+    from rpipe.rollout.sglang_engine import SglangEngine
+
+    first = devices.local_rank()
+    slots = None if config.cluster.accelerator == "cpu" else tuple(range(first, first + config.engine.tp))
+    return SglangEngine(config, index, model_dir(config, run_dir), run_dir.logs, slots)

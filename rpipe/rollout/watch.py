@@ -1,0 +1,175 @@
+"""What does a person see while the job runs?
+
+Follows the rollout coordinator's events and commands and the trainer's reports; feeds the progress display and TensorBoard.
+Nothing here is a source of figures: those come from the event log.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from rpipe.config import Config
+from rpipe.control.rollout import RolloutCoordinator
+from rpipe.core.events import (
+    AnyCommand,
+    AnyEvent,
+    DropGroup,
+    EndEvaluation,
+    EndRollout,
+    RequestRollout,
+    RolloutRequested,
+    SendGroup,
+    TrajectoryScored,
+    TurnFinished,
+    UpdateEngine,
+)
+from rpipe.runtime.messages import StepReport, TrainerState
+from rpipe.runtime.progress import Progress, ProgressState
+from rpipe.runtime.scalars import Scalars
+
+SHOW_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class Tally:
+    """One rollout, as far as it got."""
+
+    started_t: float = 0.0
+    rollout_s: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    scored: int = 0
+    rewards: list[float] = field(default_factory=list)
+    groups: int = 0
+    trajectories: int = 0
+    sent: int = 0
+    failed_rewards: int = 0
+    steps: list[StepReport] = field(default_factory=list)
+
+
+class Watch:
+    def __init__(self, config: Config, progress: Progress, scalars: Scalars) -> None:
+        self._config, self._progress, self._scalars = config, progress, scalars
+        self._tally = Tally()
+        self._phase = "starting"
+        self._iteration = 0
+        self._trainer = TrainerState(False, "", 0)
+        self._reward: float | None = None
+        self._held_out: float | None = None
+        self._shown_t = 0.0
+
+    def saw(self, t: float, what: AnyEvent | AnyCommand) -> None:
+        tally = self._tally
+        match what:
+            case TurnFinished():
+                tally.lengths.append(what.output_tokens)
+                tally.truncated += what.finish != "stop"
+            case TrajectoryScored():
+                tally.scored += 1
+                if what.error:
+                    tally.failed_rewards += 1
+                    if tally.failed_rewards <= 3:
+                        self._progress.line(f"group {what.trajectory.group}: {what.error}; it scores 0")
+            case SendGroup() | DropGroup():
+                tally.rewards.extend(what.rewards)
+                tally.sent += 1
+            case RolloutRequested():
+                self._tally = Tally(
+                    started_t=t, groups=len(what.groups), trajectories=len(what.groups) * what.trajectories_per_group
+                )
+            case RequestRollout():
+                self._iteration = what.iteration
+                self._phase = "rollout" if what.purpose == "train" else "evaluating"
+            case EndRollout():
+                tally.rollout_s = t - tally.started_t
+                self._reward = statistics.fmean(tally.rewards)
+                self._phase = "training"
+                if len(set(tally.rewards)) == 1 and len(tally.rewards) > 1:
+                    self._progress.line(
+                        f"every reward of iteration {what.iteration} was {tally.rewards[0]:g}: there is nothing to learn from;"
+                        " look at the prompts, the reward function and rollout.max_new_tokens"
+                    )
+            case EndEvaluation():
+                self._held_out = what.reward_mean
+                self._progress.line(f"held-out reward after {what.iteration} iterations: {what.reward_mean:.3f} ({what.count} prompts)")
+                self._scalars.write(what.iteration, {"held_out/reward": what.reward_mean})
+            case UpdateEngine(engine=0):
+                self._phase = "publishing"
+                if tally.steps:
+                    self._write(t)
+            case _:
+                pass
+
+    def trainer(self, state: TrainerState) -> None:
+        self._trainer = state
+
+    def step(self, report: StepReport) -> None:
+        self._tally.steps.append(report)
+        if report.event.skipped:
+            self._progress.line(f"step {report.event.step}: the gradient was not finite; the step was skipped")
+
+    def show(self, coordinator: RolloutCoordinator, now_t: float) -> None:
+        """At most every SHOW_EVERY_S."""
+        if now_t - self._shown_t < SHOW_EVERY_S:
+            return
+        self._shown_t = now_t
+        tally = self._tally
+        elapsed_s = (tally.rollout_s or now_t - tally.started_t) if tally.groups else 0.0
+        self._progress.update(
+            ProgressState(
+                iteration=self._iteration,
+                iterations=self._config.run.iterations,
+                phase=self._phase,  # type: ignore[arg-type]
+                groups_total=tally.groups,
+                groups_sent=tally.sent,
+                groups_in_service=coordinator.groups_in_service,
+                groups_deferred=coordinator.groups_deferred,
+                groups_trained=self._trainer.groups_consumed,
+                trajectories_done=tally.scored,
+                trajectories_total=tally.trajectories,
+                tokens_per_s=sum(tally.lengths) / elapsed_s if elapsed_s > 0 else 0.0,
+                trainer="busy" if self._trainer.busy else f"waiting for {self._trainer.text}" if self._trainer.text else "idle",
+                reward_mean=self._reward,
+                held_out=self._held_out,
+                elapsed_s=now_t,
+            )
+        )
+
+    def close(self) -> None:
+        self._progress.close()
+        self._scalars.close()
+
+    def _write(self, t: float) -> None:
+        """One iteration's scalars, once its weights are on their way."""
+        tally, steps = self._tally, [r.event for r in self._tally.steps]
+        tokens = max(1, sum(s.trained_tokens for s in steps))
+
+        def mean(name: str) -> float:
+            return sum(getattr(s, name) * s.trained_tokens for s in steps) / tokens
+
+        total_s = t - tally.started_t
+        busy_s = sum(r.busy_s for r in tally.steps)
+        self._scalars.write(
+            tally.steps[0].iteration,
+            {
+                "reward/mean": statistics.fmean(tally.rewards),
+                "response/tokens_mean": statistics.fmean(tally.lengths),
+                "response/tokens_max": float(max(tally.lengths)),
+                "response/truncation_rate": tally.truncated / len(tally.lengths),
+                "policy/loss": mean("loss"),
+                "policy/entropy": mean("entropy"),
+                "policy/clip_fraction": mean("clip_fraction"),
+                "policy/kl": mean("kl"),
+                "policy/logprob_gap_mean": steps[0].logprob_gap_mean,
+                "policy/logprob_gap_max": steps[0].logprob_gap_max,
+                "optimizer/grad_norm": statistics.fmean(s.grad_norm for s in steps),
+                "optimizer/learning_rate": steps[-1].learning_rate,
+                "optimizer/skipped_steps": float(sum(s.skipped for s in steps)),
+                "time/rollout_s": tally.rollout_s,
+                "time/rollout_to_train_end_s": total_s,
+                "time/trainer_busy_s": busy_s,
+                "time/trainer_waiting_s": max(0.0, total_s - busy_s),
+                "time/generated_tokens_per_s": sum(tally.lengths) / max(tally.rollout_s, 1e-9),
+            },
+        )

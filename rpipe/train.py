@@ -1,0 +1,94 @@
+"""START HERE: one rank of the job. `rpipe train CONFIG` (or launch.sh) starts N of them under MPI.
+
+    launch            runtime/launch.py    config checked, run dir made, mpirun or srun started
+    split             runtime/world.py     COMM_WORLD -> rollout ranks | training ranks; rank 0 of each coordinates
+    rollout           rollout/driver.py    asks control/rollout.py what to do; engines (rollout/worker.py) generate,
+                                           rewards score, complete groups leave over runtime/channel.py
+    training          training/driver.py   asks control/training.py what to do; training/worker.py accumulates groups as
+                                           they come, steps every U, publishes weights after all R
+    end               a quiet barrier; runtime/launch.py writes report.json from the event log
+
+One iteration: weights of version v on all engines -> R groups sampled under v -> trained in S steps -> version v + 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from rpipe import config as configuration
+from rpipe.config import Config
+from rpipe.core.eventlog import EventLog
+from rpipe.runtime import world as worlds
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.processes import terminate_with_parent
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.world import World
+
+STOPPED = "stop requested"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="one rank of a training job; started by `rpipe train CONFIG`")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--attempt", type=int, required=True)
+    arguments = parser.parse_args(argv)
+    terminate_with_parent()
+    run_dir = RunDir(arguments.run_dir.resolve(), arguments.attempt)
+    rank = -1
+    try:
+        config = configuration.load(run_dir.config)
+        world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s)
+        rank = world.rank
+        return run(config, world, run_dir)
+    except Exception as error:
+        fail(run_dir, rank, error)
+        raise  # mpi4py's runner aborts the whole job
+
+
+def run(config: Config, world: World, run_dir: RunDir) -> int:
+    """This rank's role, from the first message to the last barrier."""
+    from rpipe.rollout import setup as rollout
+    from rpipe.training import setup as training
+
+    mailbox = Mailbox(world.comm, heartbeat_peers(config, world), config.limits.heartbeat_s)
+    with EventLog(run_dir.events, world.rank) as log:
+        log.note(world.clock(), "JobStarted", role=world.role, host=world.host, attempt=run_dir.attempt, pid=os.getpid())
+        log.note(world.clock(), "ClockOffset", offset_s=world.clock.offset_s)
+        if world.role == "training":
+            reason = training.run(config, world, run_dir, log, mailbox)
+        else:
+            reason = asyncio.run(rollout.run(config, world, run_dir, log, mailbox))
+        log.note(world.clock(), "JobEnded", reason=reason)
+    worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end")
+    reason = next(filter(None, world.comm.allgather(reason)), "")
+    if reason and reason != STOPPED:
+        raise RuntimeError(reason)
+    return 0
+
+
+def heartbeat_peers(config: Config, world: World) -> tuple[int, ...]:
+    """Whom this rank tells that it lives: coordinators tell each other and their own ranks."""
+    if not world.is_coordinator:
+        return ()
+    if world.role == "rollout":
+        return (*range(1, config.cluster.rollout_ranks), world.training_coordinator)
+    return (0, *range(world.training_coordinator + 1, world.training_coordinator + config.cluster.training_ranks))
+
+
+def fail(run_dir: RunDir, rank: int, error: Exception) -> None:
+    """Leave one line for whoever started the job."""
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not isinstance(error, (RuntimeError, ValueError, OSError)):
+        reason = f"{type(error).__name__}: {reason}"
+    path = run_dir.failure(max(rank, 0))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(reason + "\n")
+    print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""What does the training coordinator's rank do?
+
+It runs `control.training.TrainingCoordinator` with a clock and IO, and is a training rank itself: messages, then events and
+their commands, then at most one piece of its own work, then messages again. Groups are received between micro-batches and
+stay here until their step is done.
+
+    waits for                  unblocked by              bounded by
+    the engines                EnginesUp                 limits.start_s
+    a group                    GroupHeader, its tensor   limits.message_s
+    a replica                  BatchDone                 limits.message_s
+    engines holding weights    Confirmed                 limits.message_s
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import msgspec
+
+from rpipe.config import Config
+from rpipe.control.training import TrainingCoordinator, TrainingSettings
+from rpipe.core.eventlog import EventLog
+from rpipe.core.events import (
+    BeginStep,
+    CheckpointSaved,
+    FinishStep,
+    GroupArrived,
+    GroupDropped,
+    MicroBatchDone,
+    PublishWeights,
+    RolloutEnded,
+    SaveCheckpoint,
+    StepDone,
+    StopRequested,
+    StopTraining,
+    TrainerReady,
+    TrainingCommand,
+    TrainingEvent,
+    TrainMicroBatch,
+    WeightsPublished,
+)
+from rpipe.core.types import GroupId, Sequences
+from rpipe.runtime.channel import Channel, ChannelError, Sent, pack, unpack
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.messages import (
+    AnyMessage,
+    BatchDone,
+    Confirmed,
+    Dropped,
+    Ended,
+    GroupHeader,
+    Offer,
+    Received,
+    StepReport,
+    Stop,
+    TrainerState,
+    Work,
+)
+from rpipe.training.worker import POLL_S, Outcome, TrainingWorker, done_event
+
+ROLLOUT = 0  # the rollout coordinator: its rank in the world and in the channel group
+STATE_EVERY_S = 0.2
+
+
+def settings(config: Config) -> TrainingSettings:
+    return TrainingSettings(
+        mode=config.pipeline.mode,
+        span_groups=config.training.packing == "global",
+        groups_per_step=config.groups_per_step,
+        replicas=config.replicas,
+        micro_batch_tokens=config.training.micro_batch_tokens,
+        iterations=config.run.iterations,
+        checkpoint_every_iterations=config.run.checkpoint_every_iterations,
+        stop_after_skipped_steps=config.training.optimizer.stop_after_skipped_steps,
+    )
+
+
+class TrainingDriver:
+    """`groups` brings trajectories from rollout, `batches` takes them on to the training ranks."""
+
+    def __init__(
+        self, config: Config, worker: TrainingWorker, log: EventLog, mailbox: Mailbox, groups: Channel, batches: Channel
+    ) -> None:
+        self.config, self.world = config, worker.world
+        self.coordinator = TrainingCoordinator(settings(config))
+        self._worker, self._log, self._mailbox, self._groups, self._batches = worker, log, mailbox, groups, batches
+        self._inbox: deque[TrainingEvent] = deque()
+        self._queue: deque[tuple[Work, Sequences | None]] = deque()  # this rank's own work
+        self._held: dict[GroupId, Sequences] = {}
+        self._sent: dict[int, list[Sent]] = {}  # micro-batch -> tensors on their way to its ranks
+        self._publishing = (0.0, 0)  # since when, bytes
+        self._cursor = 0
+        self._busy_s = [0.0] * config.replicas
+        self._last_t = 0.0
+        self._last_state: tuple[float, bool, str, int] = (0.0, False, "", 0)
+        self._stop_seen = False
+
+    def run(self, iteration: int, cursor: int) -> str:
+        """From the first publish to StopTraining; returns its reason. Raises OffPolicy, ChannelError, TimeoutError."""
+        self._cursor = cursor
+        self._inbox.append(TrainerReady(t=self.world.clock(), iteration=iteration, version=iteration))
+        while True:
+            for _, message in self._mailbox.poll():
+                self._receive(message)
+            if self.world.stop_reason and not self._stop_seen:
+                self._stop_seen = True
+                self._inbox.append(StopRequested(t=self.world.clock(), reason=self.world.stop_reason))
+            while self._inbox:
+                self._step(self._inbox.popleft())
+            if self._queue:
+                work, batch = self._queue.popleft()
+                self._tell_state(busy=True)
+                self._work(work, batch)
+                if isinstance(work.command, StopTraining):
+                    return work.command.reason
+            else:
+                self._tell_state(busy=False)
+                self._mailbox.check_silence(self.config.limits.message_s, self.coordinator.waiting_for() or "a replica's micro-batch")
+                time.sleep(POLL_S)
+
+    def _step(self, event: TrainingEvent) -> None:
+        self._last_t = max(event.t, self._last_t)
+        event = msgspec.structs.replace(event, t=self._last_t)
+        self._log.event(event)
+        for command in self.coordinator.on(event):
+            self._log.command(event.t, command)
+            self._perform(command)
+
+    # ---- messages in
+
+    def _receive(self, message: AnyMessage) -> None:
+        now = self.world.clock()
+        match message:
+            case GroupHeader():
+                self._inbox.append(self._receive_group(message))
+            case BatchDone():
+                self._batch_done(message.event)
+            case Dropped():
+                self._inbox.append(GroupDropped(t=now, group=message.group, order=message.order, iteration=message.iteration))
+            case Ended():
+                self._cursor = message.cursor
+                self._inbox.append(
+                    RolloutEnded(
+                        t=now,
+                        iteration=message.iteration,
+                        version=message.version,
+                        groups_sent=message.groups_sent,
+                        groups_dropped=message.groups_dropped,
+                    )
+                )
+            case Confirmed():
+                started_t, nbytes = self._publishing
+                self._inbox.append(WeightsPublished(t=now, version=message.version, started_t=started_t, nbytes=nbytes))
+
+    def _receive_group(self, header: GroupHeader) -> GroupArrived:
+        sequences, spans = unpack(self._groups.receive(header.nbytes, ROLLOUT))
+        if tuple(sequences.lengths.tolist()) != header.tokens or any(spans[:, 3] != header.version):
+            raise ChannelError(f"group {header.group}: its tensors are not what its header says")
+        self._held[header.group] = sequences
+        self._mailbox.send(ROLLOUT, Received(header.group))
+        return GroupArrived(
+            t=self.world.clock(),
+            group=header.group,
+            order=header.order,
+            iteration=header.iteration,
+            version=header.version,
+            tokens=header.tokens,
+            nbytes=header.nbytes,
+        )
+
+    def _batch_done(self, event: MicroBatchDone) -> None:
+        for sent in self._sent.pop(event.micro_batch, []):
+            sent.wait()
+        self._busy_s[event.replica] += event.ended_t - event.started_t
+        self._inbox.append(event)
+
+    # ---- commands out
+
+    def _perform(self, command: TrainingCommand) -> None:
+        match command:
+            case TrainMicroBatch():
+                self._dispatch(command)
+            case StopTraining(reason=reason):
+                if reason:
+                    self._mailbox.send(ROLLOUT, Stop(reason))
+                self._everywhere(Work(command))
+            case SaveCheckpoint():
+                self._everywhere(Work(command, cursor=self._cursor))
+            case BeginStep() | FinishStep() | PublishWeights():
+                self._everywhere(Work(command))
+
+    def _everywhere(self, work: Work) -> None:
+        for rank in range(1, self.world.role_size):
+            self._mailbox.send(self.world.training_coordinator + rank, work)
+        self._queue.append((work, None))
+
+    def _dispatch(self, command: TrainMicroBatch) -> None:
+        """The chosen trajectories to every rank of the replica."""
+        batch = Sequences.concatenate([self._held[s.group].select(s.samples) for s in command.slices])
+        data = pack(batch)
+        for rank in self._worker.members[command.replica]:
+            if rank == self.world.role_rank:
+                self._queue.append((Work(command), batch))
+            else:
+                self._mailbox.send(self.world.training_coordinator + rank, Work(command, nbytes=len(data)))
+                self._sent.setdefault(command.micro_batch, []).append(self._batches.send(data, rank))
+
+    # ---- own work
+
+    def _work(self, work: Work, batch: Sequences | None) -> None:
+        if isinstance(work.command, PublishWeights):
+            self._mailbox.send(ROLLOUT, Offer(work.command.version))
+        # MPI makes no progress while this rank computes: what was sent must be out before.
+        self._mailbox.drain(self.config.limits.message_s)
+        outcome = self._worker.do(work, batch)
+        self._mailbox.worked()
+        match work.command:
+            case TrainMicroBatch() as command:
+                assert batch is not None
+                if self._worker.reports(command.replica):
+                    self._batch_done(done_event(command, outcome, batch))
+            case FinishStep() as command:
+                self._step_done(command, outcome)
+            case PublishWeights():
+                self._publishing = (outcome.started_t, outcome.nbytes)
+            case SaveCheckpoint(iteration=iteration):
+                self._inbox.append(
+                    CheckpointSaved(t=outcome.ended_t, iteration=iteration, started_t=outcome.started_t, path=outcome.path)
+                )
+
+    def _step_done(self, command: FinishStep, outcome: Outcome) -> None:
+        stats = outcome.stats
+        assert stats is not None
+        event = StepDone(
+            t=outcome.ended_t,
+            step=command.step,
+            started_t=outcome.started_t,
+            skipped=stats.skipped,
+            loss=stats.loss,
+            grad_norm=stats.grad_norm,
+            learning_rate=stats.learning_rate,
+            entropy=stats.entropy,
+            clip_fraction=stats.clip_fraction,
+            kl=stats.kl,
+            logprob_gap_mean=stats.logprob_gap_mean,
+            logprob_gap_max=stats.logprob_gap_max,
+            trained_tokens=stats.trained_tokens,
+        )
+        self._inbox.append(event)
+        busy_s = sum(self._busy_s) / len(self._busy_s) + outcome.ended_t - outcome.started_t
+        self._busy_s = [0.0] * len(self._busy_s)
+        self._mailbox.send(ROLLOUT, StepReport(command.iteration, event, busy_s))
+        for group in command.groups:
+            del self._held[group]
+
+    # ---- what a person and a stuck job need
+
+    def _tell_state(self, busy: bool) -> None:
+        """For the progress display; on a change, and not more often than it can be read."""
+        text = "" if busy else self.coordinator.waiting_for()
+        last_s, *last = self._last_state
+        now, new = time.monotonic(), (busy, text, self.coordinator.groups_consumed)
+        if tuple(last) != new and now - last_s > STATE_EVERY_S:
+            self._last_state = (now, *new)
+            self._mailbox.send(ROLLOUT, TrainerState(*new))

@@ -1,0 +1,133 @@
+"""How does a training rank come up?
+
+The role's torch world, Megatron over it, then the newest checkpoint or the supervised warm-up; meanwhile the engines start.
+Then the coordinator's rank opens the weight broadcast with them (once; it is reused for the whole run) and the loop begins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from rpipe.config import Config
+from rpipe.core.eventlog import EventLog
+from rpipe.runtime import device as devices
+from rpipe.runtime.channel import Channel
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.side_group import WEIGHTS_GROUP, side_group
+from rpipe.runtime.world import World, free_port, quiet_barrier, role_world
+from rpipe.training.driver import ROLLOUT, TrainingDriver
+from rpipe.training.worker import POLL_S, TrainingWorker
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from rpipe.training.megatron import MegatronTrainer
+
+
+def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
+    """This rank's part of training; returns why it ended, "" at a normal end."""
+    devices.prepare(config.cluster.accelerator)
+    device = devices.select(config.cluster.accelerator)
+    role_world(world, config.backend, config.cluster.interface, config.limits.collective_s)
+    import rpipe.training.megatron  # noqa: F401  (seconds of import, while the rollout side makes the model)
+
+    quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
+    where = world.comm.bcast(None)
+    with ThreadPoolExecutor(1) as pool:
+        channel_device = devices.select("cpu") if config.backend == "gloo" else device
+        group = (
+            pool.submit(side_group, *where, 2, 1, "groups", config.backend, config.limits.start_s)
+            if world.is_coordinator
+            else None
+        )
+        trainer = build(config, run_dir)
+        start = resume(config, world, run_dir, trainer, log)
+        batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
+        if group is None:
+            return TrainingWorker(config, world, run_dir, trainer).serve(mailbox, batches)
+        groups = Channel(group.result(), channel_device)
+    weights = open_broadcast(config, world, mailbox, trainer, start)
+    worker = TrainingWorker(config, world, run_dir, trainer, weights)
+    return TrainingDriver(config, worker, log, mailbox, groups, batches).run(start["iteration"], start["cursor"])
+
+
+def build(config: Config, run_dir: RunDir) -> MegatronTrainer:
+    from rpipe.rollout.setup import model_dir
+    from rpipe.training.megatron import MegatronTrainer
+
+    return MegatronTrainer(config, model_dir(config, run_dir))
+
+
+def resume(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer, log: EventLog) -> dict[str, Any]:
+    """Load the newest checkpoint, else warm up; returns where the run goes on (iteration, cursor). Collective in the role."""
+    found = run_dir.checkpoints_found() if config.run.resume == "auto" else []
+    newest = world.role_comm.bcast(found[0] if found else None)
+    if newest is not None:
+        started_t = world.clock()
+        extra = trainer.load(newest)
+        log.note(world.clock(), "Resumed", checkpoint=newest.name, started_t=started_t, **extra)
+        return extra
+    if config.model.warm_up is not None:
+        started_t = world.clock()
+        loss = warm_up(config, run_dir, trainer)
+        log.note(world.clock(), "WarmedUp", steps=config.model.warm_up.steps, loss=loss, started_t=started_t)
+    return {"iteration": 0, "version": 0, "cursor": 0}
+
+
+def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer) -> float:
+    """Supervised steps on the training prompts' own solutions; returns the last loss."""
+    from pathlib import Path
+
+    from rpipe.data.make_model import load_tokenizer
+    from rpipe.data.prompts import load_prompts
+    from rpipe.data.supervised import supervised_batches
+    from rpipe.rollout.setup import model_dir
+
+    assert config.model.warm_up is not None
+    tokenizer = load_tokenizer(model_dir(config, run_dir))
+    prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, Path.cwd())
+    plan = config.model.warm_up
+    batches = supervised_batches(prompts, tokenizer, tokenizer.eos_token_id, plan.sequences_per_step, plan.steps, config.run.seed)
+    return trainer.warm_up(batches, plan.learning_rate, config.training.micro_batch_tokens)
+
+
+def open_broadcast(
+    config: Config, world: World, mailbox: Mailbox, trainer: MegatronTrainer, start: dict[str, Any]
+) -> dist.ProcessGroup:
+    """Wait for the engines, then meet all their workers in one group: rank 0 is this one."""
+    _wait_for_engines(config, mailbox)
+    address = world.address(config.cluster.interface)
+    port, size = free_port(address), 1 + config.engines * config.engine.tp
+    buckets = _buckets(trainer.weight_specs(), config.channel.weight_bucket_bytes)
+    join = Join(address, port, size, config.backend, buckets)
+    mailbox.send(ROLLOUT, Rendezvous(join, start["iteration"], start["cursor"]))
+    mailbox.drain(config.limits.message_s)
+    return side_group(address, port, size, 0, WEIGHTS_GROUP, config.backend, config.limits.collective_s)
+
+
+def _wait_for_engines(config: Config, mailbox: Mailbox) -> None:
+    while True:
+        for _, message in mailbox.poll():
+            if isinstance(message, EnginesUp):
+                return
+        mailbox.check_silence(config.limits.start_s, "the engines to start")
+        time.sleep(POLL_S)
+
+
+def _buckets(specs: list[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], ...]:
+    """The buckets that `Trainer.weight_buckets` will yield: consecutive tensors, never over the limit unless alone."""
+    buckets: list[list[TensorEntry]] = [[]]
+    size = 0
+    for name, dtype, shape in specs:
+        nbytes = math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype]
+        if buckets[-1] and size + nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(TensorEntry(name, dtype, shape))
+        size += nbytes
+    return tuple(map(tuple, buckets))

@@ -1,0 +1,144 @@
+"""What does a training rank do?
+
+The same for all: take work in the order in which it comes and do it on the trainer. The coordinator's rank does this between
+messages; the others do nothing else.
+
+    waits for            unblocked by                          bounded by
+    the next work        the training coordinator              limits.message_s
+    a gradient's peers   the other training ranks              limits.collective_s
+    a weight broadcast   the engines (coordinator's rank)      limits.collective_s
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rpipe.config import Config
+from rpipe.core.events import (
+    BeginStep,
+    FinishStep,
+    MicroBatchDone,
+    PublishWeights,
+    SaveCheckpoint,
+    StopTraining,
+    TrainMicroBatch,
+)
+from rpipe.core.types import Sequences
+from rpipe.runtime.channel import Channel, unpack
+from rpipe.runtime.mailbox import Mailbox
+from rpipe.runtime.messages import BatchDone, Work
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.world import World
+from rpipe.training.trainer import StepStats, Trainer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+POLL_S = 0.001
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one piece of work, where anything did."""
+
+    started_t: float
+    ended_t: float
+    stats: StepStats | None = None
+    nbytes: int = 0
+    path: str = ""
+
+
+class TrainingWorker:
+    """`weights` is the broadcast group, on the coordinator's rank only."""
+
+    def __init__(
+        self, config: Config, world: World, run_dir: RunDir, trainer: Trainer, weights: dist.ProcessGroup | None = None
+    ) -> None:
+        self.config, self.world, self.run_dir, self.trainer, self.weights = config, world, run_dir, trainer, weights
+        replicas = world.role_comm.allgather(trainer.replica)
+        self.members = [[rank for rank, r in enumerate(replicas) if r == replica] for replica in range(trainer.replicas)]
+
+    def do(self, work: Work, batch: Sequences | None = None) -> Outcome:
+        """Blocks until it is done. `batch` comes with a micro-batch."""
+        outcome = Outcome(self.world.clock(), 0.0)
+        match work.command:
+            case BeginStep():
+                self.trainer.begin_step()
+            case TrainMicroBatch():
+                assert batch is not None
+                self.trainer.accumulate(batch)
+            case FinishStep():
+                outcome.stats = self.trainer.finish_step()
+            case PublishWeights():
+                outcome.nbytes = self._publish()
+            case SaveCheckpoint(iteration=iteration, version=version):
+                outcome.path = self._save(iteration, version, work.cursor)
+            case StopTraining(reason=reason):
+                if not reason:
+                    self.trainer.export_hf(self.run_dir.hf)
+        outcome.ended_t = self.world.clock()
+        return outcome
+
+    def serve(self, mailbox: Mailbox, channel: Channel) -> str:
+        """The loop of a rank that is not the coordinator; returns why training stopped."""
+        queue: deque[Work] = deque()
+        while True:
+            for _, message in mailbox.poll():
+                assert isinstance(message, Work)
+                queue.append(message)
+            if not queue:
+                mailbox.check_silence(self.config.limits.message_s, "the training coordinator")
+                time.sleep(POLL_S)
+                continue
+            work = queue.popleft()
+            batch = unpack(channel.receive(work.nbytes, 0))[0] if work.nbytes else None
+            outcome = self.do(work, batch)
+            mailbox.worked()
+            if isinstance(work.command, TrainMicroBatch) and self.reports(work.command.replica):
+                assert batch is not None
+                mailbox.send(self.world.training_coordinator, BatchDone(done_event(work.command, outcome, batch)))
+            if isinstance(work.command, StopTraining):
+                return work.command.reason
+
+    def reports(self, replica: int) -> bool:
+        """Whether this rank speaks for the replica."""
+        return self.world.role_rank == self.members[replica][0]
+
+    def _publish(self) -> int:
+        """Broadcast every weight to the engines, bucket by bucket, in the one order; bytes sent."""
+        import torch.distributed as dist
+
+        nbytes = 0
+        for bucket in self.trainer.weight_buckets(self.config.channel.weight_bucket_bytes):
+            if self.weights is None:
+                continue
+            tensors = [tensor.contiguous() for _, tensor in bucket]
+            for handle in [dist.broadcast(t, group=self.weights, group_src=0, async_op=True) for t in tensors]:
+                handle.wait()
+            nbytes += sum(t.nbytes for t in tensors)
+        return nbytes
+
+    def _save(self, iteration: int, version: int, cursor: int) -> str:
+        path = self.run_dir.checkpoint(iteration)
+        if not path.exists():
+            self.trainer.save(path, {"iteration": iteration, "version": version, "cursor": cursor})
+        if self.world.is_coordinator:
+            for old in self.run_dir.checkpoints_found()[self.config.run.keep_checkpoints :]:
+                shutil.rmtree(old, ignore_errors=True)
+        return str(path.relative_to(self.run_dir.path))
+
+
+def done_event(command: TrainMicroBatch, outcome: Outcome, batch: Sequences) -> MicroBatchDone:
+    return MicroBatchDone(
+        t=outcome.ended_t,
+        replica=command.replica,
+        micro_batch=command.micro_batch,
+        started_t=outcome.started_t,
+        ended_t=outcome.ended_t,
+        trajectories=batch.count,
+        tokens=batch.tokens,
+    )
