@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+FLUSH_S = 10.0  # tensorboardX syncs the file on a flush: milliseconds, on a network disk more
+
 
 def _to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
@@ -23,6 +25,7 @@ class Scalars:
     def __init__(self, directory: Path, warn: Callable[[str], None] = _to_stderr) -> None:
         self._directory, self._warn = directory, warn
         self._writer: Any = None
+        self._flushed_t = -float("inf")
         try:
             from tensorboardX.event_file_writer import EventsWriter
 
@@ -41,7 +44,9 @@ class Scalars:
         summary = summary_pb2.Summary(value=entries)
         try:
             self._writer.write_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
-            self._writer.flush()
+            if time.monotonic() - self._flushed_t >= FLUSH_S:
+                self._writer.flush()
+                self._flushed_t = time.monotonic()
         except OSError as error:
             self._off(error)
 

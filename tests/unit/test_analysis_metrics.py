@@ -9,6 +9,7 @@ import pytest
 
 from rpipe.analysis.run import RunError
 from rpipe.analysis.summary import nearest_rank, report, summarize
+from rpipe.analysis.timeline import Bar, timeline
 from rpipe.core.eventlog import EventLog
 from rpipe.core.events import (
     BeginStep,
@@ -448,3 +449,66 @@ def test_two_hundred_thousand_events_are_read_in_five_seconds(tmp_path: Path):
     took = time.perf_counter() - began
     assert len(rows) == 97 and rows[96]["train_busy_s"] == 65.0 and rows[96]["trajectories"] == groups * k
     assert took < 5.0, f"{took:.1f} s"
+
+
+# ---- one iteration's timeline
+
+
+def test_a_timeline_lays_turns_into_slots_and_colours_groups_by_step(tmp_path: Path):
+    rollout, training = logs(tmp_path / "attempt-1")
+    with rollout, training:
+        request(rollout, 10.0, 0, [0, 1, 2])
+        turn(rollout, 12.0, 0, 0, 5, 10.0)
+        turn(rollout, 14.0, 0, 1, 5, 10.0)
+        turn(rollout, 15.0, 1, 0, 5, 12.0)  # takes the slot that was left at 12
+        turn(rollout, 16.0, 2, 0, 5, 13.0)  # none is free at 13
+        turn(rollout, 16.0, 1, 1, 5, 11.0, engine=3)
+        send(rollout, 14.0, 0, 0, 0, (1.0, 0.0))
+        send(rollout, 16.0, 0, 1, 1, (1.0, 0.0))
+        rollout.command(17.0, DropGroup(group=2, order=2, iteration=0, rewards=(0.0, 0.0), reason="zero variance"))
+        rollout.command(17.0, EndRollout(iteration=0, version=0, groups_sent=2, groups_dropped=1))
+        for step, (group, start) in enumerate(((0, 14.0), (1, 17.0)), 40):  # steps are counted over the whole run
+            training.command(start, BeginStep(step=step, iteration=0))
+            micro_batch(training, start, step, 1, step, [group])
+            trained(training, start, start + 1, step, 1)
+            training.command(start + 1, FinishStep(step=step, iteration=0, groups=(group,)))
+            step_done(training, start + 1, start + 1.5, step)
+        training.event(WeightsPublished(t=20.0, version=1, started_t=19.0, nbytes=1))
+        training.event(CheckpointSaved(t=21.0, iteration=1, started_t=20.0, path="x"))
+        serial_iteration(rollout, training, 30.0, iteration=2, first_step=50)
+        training.event(WeightsPublished(t=50.0, version=3, started_t=49.0, nbytes=1))
+    told = timeline(tmp_path, 0)
+    assert told.turns == {
+        0: [Bar(0, 0.0, 2.0, 0), Bar(1, 0.0, 4.0, 0), Bar(0, 2.0, 5.0, 1), Bar(2, 3.0, 6.0, None)],
+        3: [Bar(0, 1.0, 6.0, 1)],
+    }
+    assert told.slots == {0: 3, 3: 1}
+    assert told.completions == [(4.0, 0), (6.0, 1)]
+    assert told.micro_batches == [Bar(1, 4.0, 5.0, 0), Bar(1, 7.0, 8.0, 1)]
+    assert told.steps == [Bar(0, 5.0, 5.5, 0), Bar(0, 8.0, 8.5, 1)]
+    assert told.publishes == [Bar(0, 9.0, 10.0, None)] and told.saves == [Bar(0, 10.0, 11.0, None)]
+    assert (told.first_dispatch, told.rollout_end, told.train_end) == (4.0, 7.0, 8.5)
+    assert timeline(tmp_path, None).iteration == 2
+
+
+def test_a_timeline_is_of_the_attempt_that_completed_the_iteration(tmp_path: Path):
+    for number, end in ((1, 5.0), (2, None), (3, None)):
+        rollout, training = logs(tmp_path / f"attempt-{number}")
+        with rollout, training:
+            if end:
+                serial_iteration(rollout, training, 0.0)
+            else:
+                request(rollout, float(number), 0, [0, 1])
+                turn(rollout, 7.0, 0, 0, 5, 6.0)
+    assert timeline(tmp_path, 0).train_end == 18.0
+    (tmp_path / "attempt-1").rename(tmp_path / "attempt-was-1")
+    unfinished = timeline(tmp_path, 0)
+    assert unfinished.train_end is None and unfinished.turns[0][0].start == 3.0  # the latest: attempt 3 asked at 3 s
+
+
+def test_an_iteration_that_the_run_does_not_hold_is_refused_with_those_it_does(tmp_path: Path):
+    rollout, training = logs(tmp_path / "attempt-1")
+    with rollout, training:
+        serial_iteration(rollout, training, 0.0)
+    with pytest.raises(RunError, match=r"--iteration 9: not in this run \(it holds 0 to 0\)"):
+        timeline(tmp_path, 9)
