@@ -65,7 +65,10 @@ def reasoning_gym(prompt: str, response: str, answer: str, metadata: Mapping[str
     if entry["question"] != metadata["question"]:
         raise ValueError("the generator made another question this time; its versions or options differ from the prompt's")
     tagged = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-    return float(dataset.score_answer((tagged[-1] if tagged else response).strip(), entry) >= 1.0)
+    try:
+        return float(dataset.score_answer((tagged[-1] if tagged else response).strip(), entry) >= 1.0)
+    except Exception:  # some scorers raise on what they cannot read (int("twelve")): that is a wrong answer, not a fault
+        return 0.0
 
 
 _BUILT_IN: dict[str, Function] = {f.__name__: f for f in (exact_match, last_integer, math_verify, reasoning_gym)}

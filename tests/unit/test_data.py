@@ -230,10 +230,11 @@ def gym(name="chain_sum", size=4, seed=0, **options):
 
 
 def test_reasoning_gym_prompts_are_the_same_under_any_hash_seed():
+    # isomorphic_strings follows it otherwise, as do knight_swap, polynomial_multiplication and ransom_note
     code = (
         "from pathlib import Path; from rpipe import config; from rpipe.data.prompts import load_prompts\n"
         "from test_data import Characters\n"
-        "s = config.Source(kind='reasoning_gym', name='word_ladder', size=3)\n"
+        "s = config.Source(kind='reasoning_gym', name='isomorphic_strings', size=3)\n"
         "print([p.text for p in load_prompts(s, Characters(), 10000, Path())])\n"
     )
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -261,6 +262,8 @@ def test_reasoning_gym_says_what_it_does_not_know():
         gym("chain_sums")
     with pytest.raises(DataError, match=r"^data.train: reasoning_gym chain_sum refuses options = \{'colour': 1\}: TypeError: "):
         gym(colour=1)
+    with pytest.raises(DataError, match=r"game_of_life_halting: this generator's scorer gives full marks to '~ no answer ~'"):
+        gym("game_of_life_halting")
 
 
 def test_an_order_covers_every_prompt_each_epoch_and_is_the_same_for_ever():

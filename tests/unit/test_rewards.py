@@ -382,22 +382,40 @@ def test_a_tower_of_powers_is_bounded():
     assert after.reward == 1.0
 
 
-def test_reasoning_gym_scores_with_its_own_scorer_at_full_marks_only():
-    class Characters:
-        def __call__(self, texts, add_special_tokens):
-            return {"input_ids": [[ord(c) for c in t] for t in texts]}
+class Characters:
+    def __call__(self, texts, add_special_tokens):
+        return {"input_ids": [[ord(c) for c in t] for t in texts]}
 
-    source = config.Source(kind="reasoning_gym", name="chain_sum", size=3, reward="reasoning_gym")
-    prompts = load_prompts(source, Characters(), 10_000, Path())
-    what = prompts[2]
 
+def gym(name):
+    source = config.Source(kind="reasoning_gym", name=name, size=3, reward="reasoning_gym")
+    return load_prompts(source, Characters(), 10_000, Path())
+
+
+def gym_scores(prompts, what, texts):
     async def use(pool):
-        texts = [what.answer, f"hm, 5\n<answer>{what.answer}</answer>", f"it may be {what.answer}", "no", prompts[0].answer]
         return [await pool.score(what, text, 1) for text in texts]
 
     scores = with_pool(use, prompts.rewards, workers=1)
-    assert [s.error for s in scores] == [""] * 5
-    assert [s.reward for s in scores] == [1, 1, 0, 0, 0]
+    assert [s.error for s in scores] == [""] * len(texts)
+    return [s.reward for s in scores]
+
+
+def test_reasoning_gym_scores_with_its_own_scorer_at_full_marks_only():
+    prompts = gym("chain_sum")
+    what = prompts[2]
+    right = [what.answer, f"hm, 5\n<answer>{what.answer}</answer>"]
+    assert gym_scores(prompts, what, [*right, f"it may be {what.answer}", "no", prompts[0].answer]) == [1, 1, 0, 0, 0]
+
+
+def test_reasoning_gym_finds_an_entry_again_that_follows_the_hash_seed():
+    prompts = gym("isomorphic_strings")
+    assert gym_scores(prompts, prompts[1], [prompts[1].answer, "perhaps"]) == [1, 0]
+
+
+def test_a_reasoning_gym_scorer_that_raises_on_a_response_means_0():
+    prompts = gym("prime_factorization")
+    assert gym_scores(prompts, prompts[1], [prompts[1].answer, "twelve"]) == [1, 0]
 
 
 def test_cheap_scores_cost_the_parent_under_300_microseconds():
