@@ -92,7 +92,12 @@ def command_line(python: str, arguments: Mapping[str, Any]) -> list[str]:
 
 def server_environment(config: Config, devices: tuple[int, ...] | None, inherited_pythonpath: str) -> dict[str, str]:
     """What the child's environment gets on top of this process's."""
-    extra = {"SGLANG_TIMEOUT_KEEP_ALIVE": "3600", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    extra = {
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a rank's event loop may be busy for longer than the usual 5 s
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health tells the state at once; /health_generate makes a token
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if config.cluster.accelerator == "cpu":
         threads = config.cluster.threads_per_rank
         return extra | {

@@ -22,7 +22,8 @@ def side_group(
     """Meet `world_size` members at address:port; rank 0 must be reachable there and serves the store.
 
     Works before, after and without a default world. Ranks in collectives over the group are the ones given here. Every
-    wait, now and in collectives later, ends after `timeout_s`. A name can be joined again after `leave`.
+    wait, now and in collectives later, ends after `timeout_s`. A process is one member of a name, and may join it again after
+    `leave`. Raises torch.distributed.DistError where the peers do not come.
     """
     timeout = timedelta(seconds=timeout_s)
     host = f"[{address}]" if ":" in address else address
@@ -43,5 +44,5 @@ def side_group(
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Give the group's sockets back. The others must not use it any more."""
+    """Give the group's sockets back. To be called before the interpreter ends: torch aborts the process otherwise."""
     dist.destroy_process_group(group)
