@@ -93,7 +93,9 @@ def transformer_config(shape: Shape, tp: int, device: torch.device, dtype: torch
         calculate_per_token_loss=True,  # gradients stay sums: divided once, at the step's end
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even in a dense model
         use_cpu_initialization=cpu,
-        perform_initialization=False,  # every weight is read from the folder
+        # every weight is read from the folder, but without this parameters are not marked as cut over tp, and the
+        # gradient norm then counts the first rank's part only
+        perform_initialization=True,
         batch_p2p_comm=not cpu,
         # what needs Transformer Engine, apex or a compiler
         gradient_accumulation_fusion=False,

@@ -1,0 +1,179 @@
+"""Does the real trainer compute what transformers and torch's AdamW do, streamed, cut and resumed?
+
+Real ranks under mpirun (trainer_worker.py); each launch measures many things and the tests below judge them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.job.mpi import run_mpi
+
+WORKER = "tests/job/trainer_worker.py"
+pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+def _run(scenario: str, ranks: int, folder: Path) -> Any:
+    run_mpi(ranks, WORKER, scenario, str(folder), timeout_s=120)
+    return json.loads((folder / f"{scenario}.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    return _run("reference", 1, folder)
+
+
+@pytest.fixture(scope="module")
+def losses(folder: Path) -> Any:
+    return _run("losses", 1, folder)
+
+
+@pytest.fixture(scope="module")
+def guards(folder: Path) -> Any:
+    return _run("guards", 1, folder)
+
+
+@pytest.fixture(scope="module")
+def dp2(folder: Path) -> Any:
+    return _run("dp2", 2, folder)
+
+
+@pytest.fixture(scope="module")
+def tp2(folder: Path, dp2: Any) -> Any:  # loads what dp2 saved
+    return _run("tp2", 2, folder)
+
+
+@pytest.mark.parametrize("model", ["qwen3 tied", "qwen3 untied", "qwen2 tied", "qwen2 untied", "llama tied", "llama untied"])
+def test_three_steps_equal_transformers_and_torch_adamw(reference: Any, model: str) -> None:
+    seen = reference[model]
+    assert seen["start"] == 0.0
+    assert seen["grads"] < 1e-5
+    assert seen["norm"] < 1e-5
+    assert seen["stats"] < 1e-5
+    assert seen["weights"] < 1e-5
+    assert 0.01 < seen["clip"] < 0.9  # the batch does exercise the clip
+
+
+def test_weight_specs_say_what_the_buckets_hold(reference: Any) -> None:
+    assert all(seen["specs"] for seen in reference.values())
+
+
+def test_sharded_safetensors_are_read(reference: Any) -> None:
+    assert reference["qwen3 tied"]["files"] > 1
+    assert reference["qwen3 untied"]["files"] == 1
+
+
+@pytest.mark.parametrize("case", ["token_mean", "sequence_mean", "fixed", "narrow_clip", "kl", "no_given"])
+def test_loss_equals_the_plain_objective(losses: Any, case: str) -> None:
+    assert losses[case]["grads"] < 1e-5
+    assert losses[case]["stats"] < 2e-5
+
+
+def test_kl_and_clip_cases_are_not_trivial(losses: Any) -> None:
+    assert losses["kl"]["kl"] > 0.01
+    assert losses["narrow_clip"]["clip"] > losses["token_mean"]["clip"] > 0.0
+
+
+def test_chunked_logprobs_equal_unchunked(losses: Any) -> None:
+    assert losses["chunks"] < 1e-5
+
+
+def test_same_input_gives_the_same_bits(guards: Any) -> None:
+    assert guards["deterministic"] == 0.0
+
+
+def test_the_first_step_of_a_warm_up_moves_and_a_cosine_falls(guards: Any) -> None:
+    assert guards["rates"][0] == pytest.approx(1e-3)
+    assert 0.0 < guards["rates"][1] < guards["rates"][0]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(guards: Any) -> None:
+    seen = guards["nan"]
+    assert seen["skipped"] and not seen["next_skipped"]
+    assert seen["unchanged"] == 0.0
+    assert seen["schedule_kept"]
+    assert seen["next"] == 0.0 and seen["same"]
+
+
+def test_a_resumed_trainer_goes_on_bit_equal(guards: Any) -> None:
+    seen = guards["resume"]
+    assert seen["extra"] == {"iteration": 4, "cursor": [1, 2]}
+    assert seen["loaded"] == 0.0 and seen["later"] == 0.0
+    assert seen["same_stats"] and seen["random"]
+
+
+def test_a_checkpoint_replaces_an_older_one_and_leaves_no_rest(guards: Any) -> None:
+    assert guards["resume"]["again"] == {"iteration": 5}
+    assert guards["resume"]["left"] == []
+
+
+def test_a_damaged_or_absent_checkpoint_is_refused(guards: Any) -> None:
+    assert "damaged" in guards["resume"]["torn"]
+    assert "no complete checkpoint" in guards["resume"]["absent"]
+
+
+def test_export_loads_in_transformers_and_back_bit_exact(guards: Any) -> None:
+    seen = guards["export"]
+    assert seen["logprobs"] < 1e-5
+    assert seen["transformers"] == 0.0 and seen["round_trip"] == 0.0
+    assert seen["files"] > 1 and seen["tokenizer"]
+
+
+def test_supervised_warm_up_lowers_the_loss_and_leaves_a_new_optimizer(guards: Any) -> None:
+    seen = guards["warm_up"]
+    assert seen["last"] < seen["first"] - 1.0
+    assert all(m == 0.0 for m in seen["moments"])
+    assert seen["rate"] == pytest.approx(1e-3)  # the schedule's first step
+    assert seen["as_new"] == 0.0
+
+
+def test_pinned_logprobs_are_those_of_the_weights_at_the_pin(guards: Any) -> None:
+    assert guards["pinned"]["weights"] < 1e-6
+
+
+@pytest.mark.parametrize("spread", ["uneven", "none"])
+def test_two_replicas_with_unequal_work_equal_one_big_batch(dp2: Any, spread: str) -> None:
+    seen = dp2[spread]
+    assert seen["replicas"] == 2
+    assert seen["grads"] < 1e-5
+    assert seen["norm"] < 1e-5
+    assert seen["weights"] < 1e-5
+    assert seen["stats"] < 1e-5
+    assert seen["same"]
+
+
+def test_two_tensor_parallel_ranks_equal_one_big_batch(tp2: Any) -> None:
+    seen = tp2["streamed"]
+    assert seen["replicas"] == 1
+    assert seen["grads"] < 1e-5
+    assert seen["norm"] < 1e-5
+    assert seen["weights"] < 1e-5
+    assert seen["stats"] < 1e-5
+    assert seen["same"]
+
+
+def test_a_nan_on_one_rank_makes_every_rank_skip(dp2: Any, tp2: Any) -> None:
+    assert dp2["uneven"]["poison"] == [True, True]
+    assert tp2["streamed"]["poison"] == [True, True]
+
+
+def test_a_checkpoint_of_two_replicas_goes_on_under_tensor_parallelism(dp2: Any, tp2: Any) -> None:
+    seen = tp2["reshard"]
+    assert seen["extra"] == {"at": 2}
+    assert seen["loaded"] == 0.0
+    assert seen["after"] < 1e-5
+    assert seen["norms"] == pytest.approx(dp2["saved"]["norms"], rel=1e-5)
+    assert seen["kl"] > 0.0  # against the reference of the run's start, not of the checkpoint
+
+
+def test_export_under_tensor_parallelism_holds_whole_tensors(tp2: Any) -> None:
+    assert tp2["exported"] == 0.0
