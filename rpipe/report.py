@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if len(reports) > 1:
         console.print(_side_by_side(reports))
     else:
-        _show(console, asked.runs[0], reports[0])
+        _show(console, reports[0])
     return 0
 
 
@@ -92,10 +92,10 @@ def write(run_dir: Path) -> str:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(target)
-    return summary(run_dir, told)
+    return summary(told)
 
 
-def summary(run_dir: Path, told: Report) -> str:
+def summary(told: Report) -> str:
     """A run in a few lines of plain text."""
     run, median, count = told["run"], told["run"]["medians"], len(told["iterations"])
     attempts = f" in {told['attempts']} attempts" if told["attempts"] > 1 else ""
@@ -125,7 +125,6 @@ def summary(run_dir: Path, told: Report) -> str:
             f" (medians); {run['skipped_steps']} skipped steps"
         )
     lines += [f"  note: {problem}" for problem in run["problems"]]
-    lines.append(f"  run dir          {run_dir}")
     return "\n".join(lines)
 
 
@@ -151,14 +150,14 @@ def _duration(seconds: float) -> str:
 # ---- tables
 
 
-def _show(console: Console, run_dir: Path, told: Report) -> None:
+def _show(console: Console, told: Report) -> None:
     rows: list[Report] = told["iterations"]
     if rows:
         console.print(_iterations(rows, told["run"]["medians"], console.width < ALL_COLUMNS_WIDTH))
     if told["evaluations"]:
         console.print(_evaluations(told["evaluations"]), soft_wrap=True)
     console.print(where_time_went(told), soft_wrap=True)
-    console.print(summary(run_dir, told), soft_wrap=True, markup=False)
+    console.print(summary(told), soft_wrap=True, markup=False)
 
 
 def _iterations(rows: list[Report], medians: Report, narrow: bool) -> Table:

@@ -91,12 +91,13 @@ class Attempt:
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     replicas: set[int] = field(default_factory=set)
     seconds: float = 0.0
-    start_s: float = 0.0  # until all training ranks stood
+    start_s: float = 0.0  # until all training ranks stood, warm-up included
+    warm_up_s: float = 0.0
     evaluation_s: float = 0.0
     publish_s: list[float] = field(default_factory=list)
     checkpoint_s: list[float] = field(default_factory=list)
     events: int = 0
-    end: str | None = None  # JobEnded's reason, empty at a normal end; None if the job never said
+    end: str | None = None  # why it ended, empty at a normal end; None if the job never said
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Attempt:
@@ -137,6 +138,7 @@ class _Reader:
             "StepDone": self._step_done,
             "WeightsPublished": self._published,
             "CheckpointSaved": self._saved,
+            "WarmedUp": self._warmed_up,
             "JobEnded": self._ended,
         }
 
@@ -255,6 +257,9 @@ class _Reader:
 
     def _saved(self, r: Record) -> None:
         self.to.checkpoint_s.append(r["t"] - r["started_t"])
+
+    def _warmed_up(self, r: Record) -> None:  # every training rank says so, of the same steps
+        self.to.warm_up_s = max(self.to.warm_up_s, r["t"] - r["started_t"])
 
     def _ended(self, r: Record) -> None:
         self.to.end = self.to.end or r["reason"]

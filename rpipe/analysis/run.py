@@ -33,6 +33,15 @@ def files(attempt: Path) -> list[Path]:
     return sorted((attempt / "events").glob("rank*.jsonl"))
 
 
+def failure(attempt: Path) -> str | None:
+    """Why the first rank that failed did so, or None where none left word."""
+    told = [(path.stat().st_mtime_ns, path) for path in attempt.glob("failure-rank*.txt")]
+    if not told:
+        return None
+    first = min(told)[1]
+    return f"rank {int(first.stem[12:])}: {first.read_text(errors='replace').strip()}"
+
+
 def read(attempt: Path) -> Iterator[Record]:
     """Every record, a rank's file after another's. Raises RunError that names file and line of a damaged one."""
     for path in files(attempt):

@@ -14,7 +14,7 @@ from typing import Any
 
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.problems import problems
-from rpipe.analysis.run import RunError, attempts, read
+from rpipe.analysis.run import RunError, attempts, failure, read
 
 Report = dict[str, Any]
 
@@ -31,7 +31,11 @@ class RunSummary:
 
 def summarize(run: Path) -> RunSummary:
     """Read every attempt of `run`. Raises RunError: not a run dir, no events yet, a damaged line."""
-    told = [Attempt.of(read(directory)) for directory in attempts(run)]
+    told: list[Attempt] = []
+    for directory in attempts(run):
+        attempt = Attempt.of(read(directory))
+        attempt.end = failure(directory) or attempt.end
+        told.append(attempt)
     if not any(attempt.events for attempt in told):
         raise RunError(f"{run}: no events yet: the job is still starting, or it ended before it began to train")
     kept: dict[int, Iteration] = {}
@@ -94,7 +98,8 @@ def _medians(rows: list[Report]) -> Report:
 def _time(found: RunSummary, rows: list[Report]) -> dict[str, float]:
     """Where the job's seconds went; the parts add up to `seconds`."""
     parts = {
-        "starting": sum(a.start_s for a in found.attempts),
+        "starting": sum(max(0.0, a.start_s - a.warm_up_s) for a in found.attempts),
+        "warming up": sum(a.warm_up_s for a in found.attempts),
         "evaluating": sum(a.evaluation_s for a in found.attempts),
         "rollout": sum(row["rollout_s"] for row in rows),
         "training after rollout": sum(max(0.0, (row["rollout_to_train_end_s"] or 0.0) - row["rollout_s"]) for row in rows),

@@ -84,6 +84,8 @@ class Progress:
             self.line(finished_line(worked, state.held_out))
             self._worked, self._drawn_t = None, now if self._live is None else self._drawn_t
         self._state = state
+        if self._worked is not None and state.iteration == self._worked.iteration and state.phase in ("publishing", "saving"):
+            self._worked = state  # it may know the reward that the last state at work did not
         if state.phase in WORKING:
             self._worked = state
             self._began = self._began or state
@@ -160,8 +162,7 @@ def finished_line(s: ProgressState, held_out: float | None) -> str:
         parts.append(f"reward {s.reward_mean:.3f}")
     if held_out is not None:
         parts.append(f"held-out {held_out:.3f}")
-    parts += [f"{s.groups_trained} of {s.groups_total} groups trained", f"{s.tokens_per_s:,.0f} tokens/s"]
-    return ", ".join([*parts, clock_text(s.elapsed_s)])
+    return ", ".join([*parts, f"{s.tokens_per_s:,.0f} tokens/s", clock_text(s.elapsed_s)])
 
 
 def time_left_s(began: ProgressState | None, now: ProgressState) -> float | None:

@@ -132,6 +132,7 @@ def serial_iteration(rollout: EventLog, training: EventLog, t: float, iteration:
 def test_a_serial_iteration_has_the_figures_one_adds_up_by_hand(tmp_path: Path):
     rollout, training = logs(tmp_path / "attempt-1")
     with rollout, training:
+        training.note(2.9, "WarmedUp", steps=3, loss=1.0, started_t=2.4)
         training.event(TrainerReady(t=3.0, iteration=0, version=0))
         serial_iteration(rollout, training, 100.0)
         training.event(WeightsPublished(t=119.5, version=1, started_t=119.0, nbytes=8))
@@ -160,8 +161,8 @@ def test_a_serial_iteration_has_the_figures_one_adds_up_by_hand(tmp_path: Path):
     assert run["tokens_per_s"] == 16.0 and run["truncation_rate"] == 0.5
     assert (run["response_tokens_p50"], run["response_tokens_p95"]) == (30, 50)
     assert run["publish_s"] == 0.5 and run["seconds"] == 119.5
-    parts = {"starting": 3.0, "evaluating": 0, "rollout": 10.0, "training after rollout": 8.0, "publishing": 0.5, "saving": 0}
-    assert run["time_s"] == {**parts, "other": 98.0}
+    parts = {"starting": 2.5, "warming up": 0.5, "rollout": 10.0, "training after rollout": 8.0, "publishing": 0.5}
+    assert run["time_s"] == pytest.approx({**parts, "evaluating": 0, "saving": 0, "other": 98.0})
 
 
 def streamed_iteration(rollout: EventLog, training: EventLog) -> None:

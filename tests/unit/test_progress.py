@@ -51,7 +51,7 @@ def test_plain_lines_are_one_an_iteration_however_many_updates():
     progress.update(replace(ROLLOUT, phase="publishing"))
     progress.update(replace(ROLLOUT, iteration=4, groups_trained=0, elapsed_s=99.0))
     assert out.getvalue() == (
-        "iteration 3 done (4 of 20), reward 0.531, held-out 0.480, 16 of 16 groups trained, 1,234 tokens/s, 1:23\n"
+        "iteration 3 done (4 of 20), reward 0.531, held-out 0.480, 1,234 tokens/s, 1:23\n"
     )
 
 
@@ -68,11 +68,12 @@ def test_a_long_iteration_says_something_every_thirty_seconds():
     )
 
 
-def test_a_finished_iteration_shows_its_own_counts_and_the_newest_held_out_reward():
+def test_a_finished_iteration_shows_its_own_reward_and_the_newest_held_out_one():
     progress, out, _ = plain()
-    progress.update(replace(ROLLOUT, phase="training", groups_trained=15, held_out=None))
-    progress.update(replace(ROLLOUT, phase="evaluating", iteration=4, groups_trained=0, reward_mean=None, held_out=0.9))
-    assert "held-out 0.900, 15 of 16 groups trained" in out.getvalue()
+    progress.update(replace(ROLLOUT, reward_mean=0.1, held_out=None))  # of the iteration before: this one is not over
+    progress.update(replace(ROLLOUT, phase="publishing", reward_mean=0.2, held_out=None))
+    progress.update(replace(ROLLOUT, phase="evaluating", iteration=4, reward_mean=0.3, held_out=0.9))
+    assert "reward 0.200, held-out 0.900, 1,234 tokens/s" in out.getvalue()
 
 
 def test_close_names_the_last_iteration_finished_or_not():
@@ -166,4 +167,4 @@ def test_words_and_packing():
     assert clock_text(75.9) == "1:15" and clock_text(3675) == "1:01:15"
     assert pack(["abc", "def", "ghi"], 8) == ["abc  def", "ghi"]
     assert pack(["longer than the line"], 5) == ["longer than the line"]
-    assert finished_line(replace(ROLLOUT, reward_mean=None), None).startswith("iteration 3 done (4 of 20), 4 of 16 groups")
+    assert finished_line(replace(ROLLOUT, reward_mean=None), None).startswith("iteration 3 done (4 of 20), 1,234 tokens/s")

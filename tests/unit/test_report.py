@@ -107,8 +107,14 @@ def test_write_leaves_a_whole_report_and_says_what_a_job_ends_with(tmp_path: Pat
         "  median iteration rollout 4.00 s, train 2.00 s, rollout to train end 6.00 s; the trainer waits 67%",
         "  generated        200 tokens at 25 tokens/s of rollout; responses p50 50, p95 50 tokens, 0% cut",
         "  log-prob gap     mean 2.0e-06, max 9.0e-06 (medians); 0 skipped steps",
-        f"  run dir          {run}",
     ]
+
+
+def test_why_the_job_failed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = make_run(tmp_path / "a", 2)
+    (run / "attempt-1" / "failure-rank00003.txt").write_text("no group for 120 s\n")
+    assert main([str(run)]) == 0
+    assert "note: attempt 1 ended: rank 3: no group for 120 s\n" in capsys.readouterr().out
 
 
 def test_csv_has_every_figure_of_every_iteration(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
