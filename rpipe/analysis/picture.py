@@ -65,7 +65,7 @@ def _title(told: Timeline) -> str:
     parts = [f"iteration {told.iteration}"]
     for name, t in (("first dispatch", told.first_dispatch), ("rollout", told.rollout_end), ("train end", told.train_end)):
         if t is not None:
-            parts.append(f"{name} {t:.1f} s")
+            parts.append(f"{name} {t:.3g} s")
     return "   ".join(parts)
 
 
