@@ -3,7 +3,7 @@
     TrainerReady         -> PublishWeights (also at the start: every engine proves that it can be reached)
     WeightsPublished     -> SaveCheckpoint if due; the last version -> StopTraining
     GroupArrived         -> BeginStep, TrainMicroBatch ... as soon as the mode allows
-    MicroBatchDone       -> more for a replica that pulls; all of the step's -> FinishStep
+    MicroBatchDone       -> more for a replica that pulls; all of the step's done -> FinishStep
     StepDone             -> the next step; all groups consumed -> PublishWeights(v + 1)
 
 Modes choose only *when* a group may be consumed and *in which order*:
@@ -19,6 +19,7 @@ IO, as control.rollout is.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 from rpipe.control.rollout import OffPolicy
@@ -43,7 +44,7 @@ from rpipe.core.events import (
     WeightsPublished,
 )
 from rpipe.core.types import GroupId, Version
-from rpipe.policy.batching import Item, owners, pack, take
+from rpipe.policy.batching import Item, owners, pack
 
 AHEAD = 2  # micro-batches a pulling replica may hold: one it works on and one that is already there
 
@@ -65,7 +66,7 @@ class Step:
     """The optimizer step that is being accumulated."""
 
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
-    pending: list[Item] = field(default_factory=list)  # fifo: not yet pulled
+    pending: list[list[Item]] = field(default_factory=list)  # fifo: micro-batches not yet pulled
     held: list[int] = field(default_factory=list)  # micro-batches on each replica
     closed: bool = False  # no group will join
     finishing: bool = False
@@ -184,10 +185,7 @@ class TrainingCoordinator:
                 return [*commands, *self._end_iteration()]
             nothing_follows = self._all_arrived() and not self._fifo
             step.closed = len(step.groups) == self.settings.groups_per_step or nothing_follows
-            if self.settings.mode == "fifo":
-                step.pending += taken
-            else:
-                commands += self._assign(step, taken)
+            commands += self._cut(step, taken)
         if self.settings.mode == "fifo":
             commands += self._pull(step)
         if step.closed and not step.finishing and not step.pending and not any(step.held):
@@ -204,30 +202,30 @@ class TrainingCoordinator:
         self.groups_consumed += 1
         return [Item(group.group, index, tokens) for index, tokens in enumerate(group.tokens)]
 
-    def _assign(self, step: Step, items: list[Item]) -> list[TrainingCommand]:
-        """Exact and serial: owners and packing depend on the trajectories alone, group by group unless packing is global."""
-        if self.settings.span_groups:
-            units = [items] if items else []
-        else:
-            units = pack(items, sum(i.tokens for i in items), span_groups=False)
+    def _cut(self, step: Step, items: list[Item]) -> list[TrainingCommand]:
+        """Into balanced shares, one a replica, and micro-batches; by group, unless packing is global.
+
+        Exact and serial: share r is replica r's, so that owners and packing depend on the trajectories alone.
+        """
+        units = [items] if self.settings.span_groups else [list(unit) for _, unit in groupby(items, key=lambda item: item.group)]
         commands: list[TrainingCommand] = []
         for unit in units:
             for replica, share in enumerate(owners(unit, self.settings.replicas)):
-                for batch in pack(share, self.settings.micro_batch_tokens, self.settings.span_groups):
-                    commands.append(self._micro_batch(step, replica, batch))
+                for batch in pack(share, self.settings.micro_batch_tokens):
+                    if self.settings.mode == "fifo":
+                        step.pending.append(batch)
+                    else:
+                        commands.append(self._micro_batch(step, replica, batch))
         return commands
 
     def _pull(self, step: Step) -> list[TrainingCommand]:
-        """Fifo: whoever has room takes the next micro-batch; small enough that every replica gets a share."""
+        """Fifo: whoever has room takes the next micro-batch."""
         commands: list[TrainingCommand] = []
         while step.pending:
             replica = min(range(self.settings.replicas), key=lambda r: (step.held[r], r))
             if step.held[replica] >= AHEAD:
                 break
-            share = -(-sum(i.tokens for i in step.pending) // self.settings.replicas)
-            count = take(step.pending, min(self.settings.micro_batch_tokens, share), self.settings.span_groups)
-            commands.append(self._micro_batch(step, replica, step.pending[:count]))
-            del step.pending[:count]
+            commands.append(self._micro_batch(step, replica, step.pending.pop(0)))
         return commands
 
     def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:

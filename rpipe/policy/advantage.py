@@ -7,8 +7,8 @@ rounding says: a near-zero deviation would blow noise up.
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from collections.abc import Callable, Sequence
 
 EPSILON = 1e-6
@@ -37,7 +37,7 @@ def zero_variance(rewards: Sequence[float]) -> bool:
 
 def shuffled(rewards: Sequence[float], key: int) -> tuple[float, ...]:
     """A control: the same rewards in an order fixed by `key` and unrelated to the trajectories."""
-    order = sorted(range(len(rewards)), key=lambda i: (zlib.crc32(b"%d:%d" % (key, i)), i))
+    order = sorted(range(len(rewards)), key=lambda i: hashlib.blake2b(b"%d:%d" % (key, i), digest_size=8).digest())
     return tuple(rewards[i] for i in order)
 
 

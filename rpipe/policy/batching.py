@@ -1,13 +1,12 @@
 """Batching: which trajectories share a micro-batch, and which replica trains them?
 
-The unit of training work is the trajectory. Two questions, both answered from token counts alone:
-- `owners`: a fixed split over data-parallel replicas that depends on nothing but the trajectories (exact and serial mode);
-- `take`: the next micro-batch for a replica that pulls (fifo mode).
+The unit of training work is the trajectory. `owners` splits trajectories over data-parallel replicas, `pack` cuts a share
+into micro-batches. Both depend on token counts alone, so that the same trajectories always meet in the same micro-batches.
 
 Invariants (tests/property/test_batching.py asserts each):
 - every trajectory lands in exactly one micro-batch;
 - a micro-batch exceeds the budget only if it holds a single trajectory;
-- without `span_groups`, a micro-batch holds one group.
+- the heaviest share exceeds the mean by at most the longest trajectory.
 """
 
 from __future__ import annotations
@@ -37,22 +36,14 @@ def owners(items: Sequence[Item], replicas: int) -> list[list[Item]]:
     return [[item for _, item in sorted(share)] for share in shares]
 
 
-def take(items: Sequence[Item], budget_tokens: int, span_groups: bool) -> int:
-    """How many of the first items form the next micro-batch: at least one, at most what fits the budget."""
-    total = 0
-    for count, item in enumerate(items):
-        total += item.tokens
-        if count and (total > budget_tokens or (not span_groups and item.group != items[0].group)):
-            return count
-    return len(items)
-
-
-def pack(items: Sequence[Item], budget_tokens: int, span_groups: bool) -> list[list[Item]]:
-    """Consecutive micro-batches."""
+def pack(items: Sequence[Item], budget_tokens: int) -> list[list[Item]]:
+    """Consecutive micro-batches, each as long as the budget allows."""
     packed: list[list[Item]] = []
-    rest = list(items)
-    while rest:
-        count = take(rest, budget_tokens, span_groups)
-        packed.append(rest[:count])
-        rest = rest[count:]
+    tokens = 0
+    for item in items:
+        if not packed or tokens + item.tokens > budget_tokens:
+            packed.append([])
+            tokens = 0
+        packed[-1].append(item)
+        tokens += item.tokens
     return packed

@@ -1,0 +1,41 @@
+"""Invariants of rpipe.policy.batching, on any lengths."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpipe.policy.batching import Item, owners, pack
+
+lengths = st.lists(st.integers(1, 5_000), min_size=1, max_size=60)
+
+
+def items(tokens: list[int]) -> list[Item]:
+    return [Item(group=i // 8, sample=i % 8, tokens=t) for i, t in enumerate(tokens)]
+
+
+@given(lengths, st.integers(1, 9))
+def test_every_trajectory_has_exactly_one_owner(tokens, replicas):
+    shares = owners(items(tokens), replicas)
+    assert len(shares) == replicas
+    assert sorted(i for share in shares for i in share) == sorted(items(tokens))
+
+
+@given(lengths, st.integers(1, 9))
+def test_the_heaviest_share_exceeds_the_mean_by_at_most_the_longest_trajectory(tokens, replicas):
+    heaviest = max(sum(i.tokens for i in share) for share in owners(items(tokens), replicas))
+    assert heaviest <= sum(tokens) / replicas + max(tokens)
+
+
+@given(lengths, st.integers(1, 6_000))
+def test_packing_keeps_order_loses_nothing_and_exceeds_the_budget_only_alone(tokens, budget):
+    packed = pack(items(tokens), budget)
+    assert [i for batch in packed for i in batch] == items(tokens)
+    assert all(len(batch) == 1 or sum(i.tokens for i in batch) <= budget for batch in packed)
+
+
+@given(lengths, st.integers(1, 6_000))
+def test_no_two_neighbours_would_have_fitted_together(tokens, budget):
+    packed = pack(items(tokens), budget)
+    for left, right in zip(packed, packed[1:]):
+        assert sum(i.tokens for i in left) + right[0].tokens > budget

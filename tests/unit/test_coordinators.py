@@ -1,0 +1,196 @@
+"""The two coordinators, one claim a test, with events written by hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from rpipe.control.rollout import OffPolicy, RolloutCoordinator
+from rpipe.control.state import IllegalTransition
+from rpipe.control.training import TrainingCoordinator
+from rpipe.core import events as e
+from rpipe.core.types import TrajectoryId
+from rpipe.policy.admission import Fifo, Frontier
+from tests.pure_job import PureJob, rollout_settings, step_done, training_settings
+
+
+def running(groups=3, samples=2, **changes):
+    """A rollout coordinator in the middle of iteration 0, and what it commanded."""
+    coordinator = RolloutCoordinator(rollout_settings(**changes))
+    coordinator.on(e.WeightsOffered(t=0.0, version=0))
+    for engine in range(2):
+        coordinator.on(e.EngineUpdated(t=0.0, engine=engine, version=0, started_t=0.0))
+    specs = tuple(e.GroupSpec(g, 10) for g in range(groups))
+    request = e.RolloutRequested(t=1.0, iteration=0, version=0, purpose="train", trajectories_per_group=samples, groups=specs)
+    return coordinator, coordinator.on(request)
+
+
+def finished(group, sample, engine=0, version=0, finish="stop", t=2.0):
+    return e.TurnFinished(
+        t=t, trajectory=TrajectoryId(group, sample), engine=engine, output_tokens=5, cached_tokens=0, finish=finish,
+        started_t=1.0, first_token_t=1.5, version=version,
+    )  # fmt: skip
+
+
+def scored(group, sample, reward):
+    return e.TrajectoryScored(t=3.0, trajectory=TrajectoryId(group, sample), reward=reward, started_t=2.0)
+
+
+def test_no_rollout_is_asked_for_before_every_engine_holds_the_weights():
+    coordinator = RolloutCoordinator(rollout_settings())
+    coordinator.on(e.WeightsOffered(t=0.0, version=0))
+    assert coordinator.on(e.EngineUpdated(t=0.0, engine=1, version=0, started_t=0.0)) == []
+    last = coordinator.on(e.EngineUpdated(t=0.0, engine=0, version=0, started_t=0.0))
+    assert last == [e.ConfirmWeights(version=0), e.RequestRollout(iteration=0, version=0, purpose="train")]
+
+
+def test_frontier_groups_go_first_spread_over_engines_with_priority_by_submission_order():
+    _, commands = running(admission=Frontier(2))
+    assert [(c.trajectory.group, c.engine, c.priority) for c in commands] == [(0, 0, 0), (0, 1, 0), (1, 0, -1), (1, 1, -1)]
+
+
+def test_a_group_that_is_serving_complete_makes_room_before_its_rewards_are_known():
+    coordinator, _ = running(admission=Frontier(2))
+    coordinator.on(finished(0, 0))
+    commands = coordinator.on(finished(0, 1, engine=1))
+    assert commands[:2] == [e.ScoreTrajectory(trajectory=TrajectoryId(0, 1)), e.ServingComplete(group=0)]
+    assert [c.trajectory.group for c in commands[2:]] == [2, 2]
+
+
+def test_a_group_is_sent_only_when_all_its_rewards_are_in():
+    coordinator, _ = running(admission=Fifo())
+    coordinator.on(finished(1, 0))
+    coordinator.on(finished(1, 1))
+    assert coordinator.on(scored(1, 0, 1.0)) == []
+    (sent,) = coordinator.on(scored(1, 1, 0.0))
+    assert isinstance(sent, e.SendGroup) and sent.order == 1 and sent.rewards == (1.0, 0.0)
+    assert sent.advantages[0] == -sent.advantages[1] > 0
+
+
+def test_tokens_of_another_version_are_refused():
+    coordinator, _ = running()
+    with pytest.raises(OffPolicy, match="sampled under version 3"):
+        coordinator.on(finished(0, 0, version=3))
+
+
+def test_an_answer_that_comes_twice_is_caught():
+    coordinator, _ = running()
+    coordinator.on(finished(0, 0))
+    with pytest.raises(IllegalTransition, match=r"trajectory 0\.0: generated cannot become generated"):
+        coordinator.on(finished(0, 0))
+
+
+def test_a_deadline_cuts_what_ran_too_long_once_and_scores_what_it_has():
+    coordinator, _ = running(admission=Fifo(), trajectory_deadline_s=10.0)
+    assert coordinator.next_deadline_t == 11.0
+    coordinator.on(finished(0, 0))
+    aborted = coordinator.on(e.DeadlinePassed(t=11.5))
+    assert {c.trajectory for c in aborted} == {TrajectoryId(g, s) for g in range(3) for s in range(2)} - {TrajectoryId(0, 0)}
+    assert coordinator.on(e.DeadlinePassed(t=12.0)) == [] and coordinator.next_deadline_t is None
+    commands = coordinator.on(finished(0, 1, finish="abort"))
+    assert commands[0] == e.ScoreTrajectory(trajectory=TrajectoryId(0, 1))
+
+
+def test_a_full_queue_to_the_trainer_holds_new_groups_back():
+    coordinator, _ = running(admission=Frontier(1), queue_bytes=0)
+    coordinator.on(finished(0, 0))
+    after = coordinator.on(finished(0, 1))
+    assert any(isinstance(c, e.SendTurn) and c.trajectory.group == 1 for c in after)
+    coordinator.on(scored(0, 0, 1.0))
+    coordinator.on(scored(0, 1, 0.0))  # group 0 is on its way
+    coordinator.on(finished(1, 0))
+    held = coordinator.on(finished(1, 1))
+    assert not any(isinstance(c, e.SendTurn) for c in held)
+    assert [c.trajectory.group for c in coordinator.on(e.GroupReceived(t=4.0, group=0))] == [2, 2]
+
+
+def test_an_evaluation_comes_before_the_first_iteration_and_after_the_last():
+    job = PureJob(rollout_settings(evaluate=True), training_settings(), groups=4, samples=4, choose=lambda n: 0).run()
+    asked = [(c.purpose, c.version) for c in job.rollout_commands(e.RequestRollout)]
+    assert asked == [("eval", 0), ("train", 0), ("train", 1), ("eval", 2)]
+    assert len(job.rollout_commands(e.EndEvaluation)) == 2
+
+
+def arrived(group, tokens=(10, 10), iteration=0, version=0):
+    return e.GroupArrived(t=1.0, group=group, order=group, iteration=iteration, version=version, tokens=tokens, nbytes=1)
+
+
+def ready(**changes):
+    coordinator = TrainingCoordinator(training_settings(**changes))
+    coordinator.on(e.TrainerReady(t=0.0, iteration=0, version=0))
+    coordinator.on(e.WeightsPublished(t=0.0, version=0, started_t=0.0, nbytes=1))
+    return coordinator
+
+
+def test_fifo_trains_the_first_group_to_arrive():
+    commands = ready(mode="fifo").on(arrived(5))
+    assert isinstance(commands[0], e.BeginStep)
+    assert [c.slices for c in commands[1:]] == [(e.Slice(5, (0,)),), (e.Slice(5, (1,)),)]
+
+
+def test_exact_waits_for_the_next_in_submission_order():
+    coordinator = ready(mode="exact")
+    assert coordinator.on(arrived(1)) == []
+    assert coordinator.waiting_for() == "group 0 of iteration 0"
+    groups = [s.group for c in coordinator.on(arrived(0)) if isinstance(c, e.TrainMicroBatch) for s in c.slices]
+    assert groups == [0, 0, 1, 1]
+
+
+def test_exact_does_not_wait_for_a_dropped_group():
+    coordinator = ready(mode="exact")
+    coordinator.on(arrived(1))
+    commands = coordinator.on(e.GroupDropped(t=1.0, group=0, order=0, iteration=0))
+    assert any(isinstance(c, e.TrainMicroBatch) for c in commands)
+
+
+def test_serial_trains_nothing_before_the_rollout_ended():
+    coordinator = ready(mode="serial")
+    assert coordinator.on(arrived(0)) == coordinator.on(arrived(1)) == []
+    ended = e.RolloutEnded(t=2.0, iteration=0, version=0, groups_sent=2, groups_dropped=0)
+    assert any(isinstance(c, e.TrainMicroBatch) for c in coordinator.on(ended))
+
+
+def test_global_packing_lets_a_micro_batch_span_groups():
+    coordinator = ready(mode="serial", span_groups=True, replicas=1)
+    coordinator.on(arrived(0))
+    coordinator.on(arrived(1))
+    ended = coordinator.on(e.RolloutEnded(t=2.0, iteration=0, version=0, groups_sent=2, groups_dropped=0))
+    (batch,) = [c for c in ended if isinstance(c, e.TrainMicroBatch)]
+    assert batch.slices == (e.Slice(0, (0, 1)), e.Slice(1, (0, 1)))
+
+
+def test_a_pulling_replica_holds_at_most_two_micro_batches():
+    coordinator = ready(mode="fifo", replicas=1, micro_batch_tokens=10)
+    first = coordinator.on(arrived(0, tokens=(10, 10, 10, 10)))
+    assert sum(isinstance(c, e.TrainMicroBatch) for c in first) == 2
+    done = e.MicroBatchDone(t=1.0, replica=0, micro_batch=0, started_t=0.0, ended_t=1.0, trajectories=1, tokens=10)
+    assert sum(isinstance(c, e.TrainMicroBatch) for c in coordinator.on(done)) == 1
+
+
+def test_a_group_of_an_older_version_is_refused():
+    with pytest.raises(OffPolicy, match="sampled under version 7"):
+        ready().on(arrived(0, version=7))
+
+
+def test_training_stops_after_so_many_skipped_steps_in_a_row():
+    coordinator = ready(mode="fifo", replicas=1, groups_per_step=1, stop_after_skipped_steps=2)
+    stopped = []
+    for step in range(2):
+        coordinator.on(arrived(step, tokens=(10,)))
+        done = e.MicroBatchDone(t=1.0, replica=0, micro_batch=step, started_t=0.0, ended_t=1.0, trajectories=1, tokens=10)
+        coordinator.on(done)
+        stopped = coordinator.on(step_done(2.0, step, skipped=True))
+    assert stopped == [e.StopTraining(reason="gradients were not finite in 2 steps in a row, the last is step 1")]
+    assert coordinator.done
+
+
+def test_checkpoints_fall_every_n_iterations_and_at_the_end():
+    settings = training_settings(iterations=5, checkpoint_every_iterations=2)
+    job = PureJob(rollout_settings(iterations=5), settings, groups=2, samples=2, choose=lambda n: 0).run()
+    assert [c.iteration for c in job.training_commands(e.SaveCheckpoint)] == [2, 4, 5]
+
+
+def test_events_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        finished(0, 0).t = 1.0  # type: ignore[misc]
+    assert msgspec.structs.replace(finished(0, 0), t=9.0).t == 9.0

@@ -1,0 +1,79 @@
+"""Admission, placement, batching, advantage: one claim a test."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rpipe.policy.admission import Fifo, Frontier, RolloutLoad
+from rpipe.policy.advantage import dr_grpo, grpo, shuffled, zero_variance
+from rpipe.policy.batching import Item, owners, pack
+from rpipe.policy.placement import GroupAffine, LeastLoaded
+
+
+def test_fifo_admits_whatever_the_load():
+    assert Fifo().admits(10**9, RolloutLoad(groups_in_service=500, kv_tokens_reserved=10**9))
+
+
+def test_a_hard_frontier_never_holds_more_than_its_width():
+    policy = Frontier(frontier_groups=2)
+    assert policy.admits(1, RolloutLoad(1, 0))
+    assert not policy.admits(1, RolloutLoad(2, 0))
+
+
+def test_backfill_admits_beyond_the_frontier_only_while_the_kv_budget_lasts():
+    policy = Frontier(frontier_groups=2, backfill_tokens=4_000)
+    assert policy.admits(1_000, RolloutLoad(2, 3_000))
+    assert not policy.admits(1_001, RolloutLoad(2, 3_000))
+    assert policy.admits(10_000, RolloutLoad(1, 10_000)), "the frontier itself is never refused"
+
+
+def test_least_loaded_takes_the_lowest_number_on_a_tie():
+    assert LeastLoaded().place([2, 1, 1], sibling=0) == 1
+
+
+def test_group_affine_follows_its_sibling_however_busy():
+    assert GroupAffine().place([9, 0], sibling=0) == 0
+    assert GroupAffine().place([9, 0], sibling=None) == 1
+
+
+def test_owners_balance_tokens_and_keep_the_given_order_within_a_share():
+    items = [Item(0, i, tokens) for i, tokens in enumerate([10, 50, 10, 30])]
+    shares = owners(items, 2)
+    assert [[i.sample for i in share] for share in shares] == [[1], [0, 2, 3]]
+
+
+def test_owners_do_not_depend_on_anything_but_the_items():
+    items = [Item(3, i, 7) for i in range(5)]
+    assert owners(items, 2) == owners(list(items), 2)
+
+
+def test_a_trajectory_above_the_budget_has_a_micro_batch_of_its_own():
+    items = [Item(0, i, t) for i, t in enumerate([4, 40, 4, 4])]
+    assert [[i.tokens for i in batch] for batch in pack(items, 10)] == [[4], [40], [4, 4]]
+
+
+def test_grpo_divides_by_the_sample_standard_deviation():
+    found = grpo([1.0, 0.0, 0.0, 0.0])
+    deviation = math.sqrt(((0.75) ** 2 + 3 * 0.25**2) / 3)
+    assert found == pytest.approx([0.75 / deviation, *[-0.25 / deviation] * 3], rel=1e-5)
+
+
+def test_dr_grpo_does_not_divide():
+    assert dr_grpo([1.0, 0.0]) == (0.5, -0.5)
+
+
+def test_equal_rewards_give_no_advantage_whatever_rounding_says():
+    assert grpo([0.1 + 0.2, 0.3, 0.3]) == (0.0, 0.0, 0.0)
+    assert zero_variance([0.1 + 0.2, 0.3])
+
+
+def test_one_trajectory_has_no_advantage():
+    assert grpo([1.0]) == (0.0,)
+
+
+def test_shuffled_rewards_are_the_same_rewards_in_an_order_that_only_the_key_decides():
+    rewards = [float(i) for i in range(8)]
+    assert sorted(shuffled(rewards, 5)) == rewards
+    assert shuffled(rewards, 5) == shuffled(rewards, 5) != shuffled(rewards, 6)
