@@ -130,6 +130,8 @@ def _random_weights(make: config.MakeModel, vocabulary: int, eos_id: int, pad_id
                 num_key_value_heads=make.kv_heads,
                 max_position_embeddings=make.max_positions,
                 tie_word_embeddings=make.tied,
+                # 0.053 at 128 wide: 150 warm-up steps on sums reach a loss of 0.61 there, 0.78 with the usual 0.02
+                initializer_range=0.6 / make.hidden_size**0.5,
                 bos_token_id=None,
                 eos_token_id=eos_id,
                 pad_token_id=pad_id,

@@ -17,13 +17,11 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,33 +29,13 @@ from rpipe import config
 from rpipe.core.types import Prompt
 from rpipe.data.child import child_environment
 from rpipe.rollout.reward_functions import CHEAP
+from rpipe.rollout.reward_process import Call, RewardError, Score, Worker
+
+__all__ = ["RewardError", "RewardPool", "Score"]
 
 START_S = 60.0  # a worker imports the functions
 STOP_S = 5.0
-_PIPELINED = 32  # cheap calls in one worker's pipe
 _STARTS = 3  # in a row that may fail
-
-
-class RewardError(RuntimeError):
-    """No reward can be computed: a function does not load, or workers do not start. One line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """`error` is empty, or why there is no score (`reward` is then 0). Times are time.monotonic() of this machine."""
-
-    reward: float
-    started_s: float
-    ended_s: float
-    error: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    number: int
-    name: str
-    line: bytes
-    reply: asyncio.Future[Score]
 
 
 class RewardPool:
@@ -69,9 +47,9 @@ class RewardPool:
         # What functions print. Open as long as the pool.
         self._log: IO[bytes] = open(log_path, "ab") if log_path else tempfile.TemporaryFile()  # noqa: SIM115
         self._functions: dict[str, str] = {}
-        self._queue: deque[_Call] = deque()
-        self._workers: set[_Worker] = set()  # ready for calls
-        self._alive: set[_Worker] = set()  # every process that has not been reaped
+        self._queue: deque[Call] = deque()
+        self._workers: set[Worker] = set()  # ready for calls
+        self._alive: set[Worker] = set()  # every process that has not been reaped
         self._starting: set[asyncio.Task[None]] = set()
         self._sent = 0
         self._scheduled = False
@@ -95,7 +73,7 @@ class RewardPool:
         if self._failure:
             raise self._failure
         self._sent += 1
-        call = _Call(self._sent, prompt.reward, b"", asyncio.get_running_loop().create_future())
+        call = Call(self._sent, prompt.reward, b"", asyncio.get_running_loop().create_future())
         fields: list[Any] = [call.number, prompt.reward, "", response_text, prompt.answer, {}]
         if prompt.reward not in CHEAP:
             fields[2] = prompt.text
@@ -126,7 +104,7 @@ class RewardPool:
 
     def _dispatch(self) -> None:
         self._scheduled = False
-        chosen: dict[_Worker, list[_Call]] = {}
+        chosen: dict[Worker, list[Call]] = {}
         while self._queue:
             call = self._queue[0]
             if call.reply.done():  # its caller gave up
@@ -141,7 +119,7 @@ class RewardPool:
         for worker, calls in chosen.items():
             worker.send(calls, self._settings.deadline_s)
 
-    def requeue(self, calls: deque[_Call]) -> None:
+    def requeue(self, calls: deque[Call]) -> None:
         """Calls that a worker had not begun go first."""
         self._queue.extendleft(reversed(calls))
         calls.clear()
@@ -157,7 +135,7 @@ class RewardPool:
 
     async def _launch(self) -> None:
         """One worker more. Raises RewardError."""
-        worker = _Worker(self)
+        worker = Worker(self)
         await asyncio.get_running_loop().subprocess_exec(
             lambda: worker,
             *(sys.executable, "-m", "rpipe.rollout.reward_worker"),
@@ -193,7 +171,7 @@ class RewardPool:
                     self._fail(RewardError(f"reward workers do not start any more, {_STARTS} tries: {error}"))
                 await asyncio.sleep(0.1 * attempt)
 
-    def retire(self, worker: _Worker) -> None:
+    def retire(self, worker: Worker) -> None:
         """It takes no more calls; another is started in its place."""
         if worker in self._workers:
             self._workers.remove(worker)
@@ -202,7 +180,7 @@ class RewardPool:
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
 
-    def gone(self, worker: _Worker) -> None:
+    def gone(self, worker: Worker) -> None:
         """Its process has been reaped."""
         self.retire(worker)
         self._alive.discard(worker)
@@ -224,135 +202,3 @@ class RewardPool:
 
     def _names(self) -> str:
         return ", ".join(self._functions) or "none named"
-
-
-class _Worker(asyncio.SubprocessProtocol):
-    """One process, its calls in order, and the timer on the first of them."""
-
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
-        self._loop = asyncio.get_running_loop()
-        self._transport: Any = None
-        self._inner = 0  # the process in its own namespaces, where there is one
-        self._partial = b""
-        self._timer: asyncio.TimerHandle | None = None
-        self._first_since = 0.0
-        self._deadline_s = 0.0
-        self._reaped = False
-        self.calls: deque[_Call] = deque()
-        self.hello: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-
-    def takes(self, call: _Call) -> bool:
-        if not self.calls:
-            return True
-        return call.name in CHEAP and len(self.calls) < _PIPELINED and all(c.name in CHEAP for c in self.calls)
-
-    def send(self, calls: list[_Call], deadline_s: float) -> None:
-        """Write calls that are already in `self.calls`."""
-        self.write(b"".join(c.line for c in calls))
-        if len(self.calls) == len(calls):
-            self._first_since = time.monotonic()
-        if self._timer is None:
-            self._deadline_s = deadline_s
-            self._timer = self._loop.call_later(deadline_s, self._look)
-
-    def write(self, data: bytes) -> None:
-        self._transport.get_pipe_transport(0).write(data)
-
-    def kill(self) -> None:
-        """SIGKILL to the worker and what it started. Returns at once; the pool hears of it by `gone`."""
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        if self._reaped or self._transport is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if self._inner:  # the outer process reaps it and ends
-                os.kill(self._inner, signal.SIGKILL)
-            else:
-                os.killpg(self._transport.get_pid(), signal.SIGKILL)
-
-    def _look(self) -> None:
-        """Has the first call had its time? The timer is set once, not for every call."""
-        self._timer = None
-        if not self.calls:
-            return
-        left = self._first_since + self._deadline_s - time.monotonic()
-        if left > 0:
-            self._timer = self._loop.call_later(left, self._look)
-            return
-        self._blame(f"exceeded {self._deadline_s:g} s (reward.deadline_s)")
-        self._give_up()
-
-    def _blame(self, what: str) -> None:
-        """The first call scores 0; those behind it had not begun."""
-        call = self.calls.popleft()
-        if not call.reply.done():
-            call.reply.set_result(Score(0.0, self._first_since, time.monotonic(), f"reward {call.name} {what}"))
-
-    def _give_up(self) -> None:
-        self._pool.requeue(self.calls)
-        self.kill()
-        self._pool.retire(self)
-
-    # ---- asyncio's calls --------------------------------------------------------------------------------------------
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-
-    def pipe_data_received(self, fd: int, data: bytes) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
-        for line in lines:
-            try:
-                self._received(json.loads(line))
-            except (ValueError, TypeError, IndexError, KeyError):  # a function wrote into our pipe
-                if self.calls:
-                    self._blame("broke its worker's pipe")
-                return self._give_up()
-        self._pool.answered()
-
-    def _received(self, message: Any) -> None:
-        if isinstance(message, int):
-            self._inner = message
-        elif isinstance(message, dict):
-            if not self.hello.done():
-                self.hello.set_result(message)
-        else:
-            number, reward, started, ended, error, last = message
-            if number != self.calls[0].number:
-                raise ValueError("out of order")
-            call = self.calls.popleft()
-            self._first_since = time.monotonic()
-            if not call.reply.done():
-                call.reply.set_result(Score(float(reward), started, ended, error))
-            if last:
-                self._give_up()
-
-    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd == 1:
-            self.kill()  # where it closed its pipe and lives on
-
-    def process_exited(self) -> None:
-        # Its last replies may still be in the pipe: they are read before the transport says connection_lost, but a
-        # process that it left behind may hold the pipe open, hence the bound.
-        self._reaped = True
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._transport.get_pid(), signal.SIGKILL)
-        self._loop.call_later(0.1, self._lost)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
-
-    def _lost(self) -> None:
-        if self not in self._pool._alive:
-            return
-        code = self._transport.get_returncode()
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        if not self.hello.done():
-            words = self._pool.last_words()
-            self.hello.set_exception(RewardError(f"a reward worker ended at its start ({how}){': ' + words if words else ''}"))
-        if self.calls:
-            self._blame(f"ended its worker ({how})")
-        self._pool.requeue(self.calls)
-        self._transport.close()
-        self._pool.gone(self)
