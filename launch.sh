@@ -92,10 +92,11 @@ pip_quiet() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" 2> >(gr
 install() {
     local py=$venv/bin/python base="train engine analysis $accelerator" list=$venv/requirements.txt
     local fixed=$(constraints "$py")
+    pip_quiet install -q --no-deps $(pins "$py" no_deps build)
     # torch first and alone: from the index asked for, and so that nothing below picks another
     say "torch ($accelerator)"
     pip_quiet install -q --no-deps ${torch_index:+--index-url "$torch_index"} $(pins "$py" extras "$accelerator" | grep -E '^torch==')
-    { pins "$py" core install_requires; pins "$py" extras $base; echo "setuptools>=70.1"; } >"$list"
+    { pins "$py" core install_requires; pins "$py" extras $base; } >"$list"
     site_mpi || pins "$py" extras mpi >>"$list"
     if [ "$want" = dev ]; then pins "$py" extras dev >>"$list"; fi
     say "the rest, pinned in $(basename "$fixed")"
@@ -144,7 +145,9 @@ download() {
     local -a pip=("$py" -m pip --disable-pip-version-check wheel -q -w "$dir")
     say "filling $dir for Python $("$py" -c 'import sys; print("%d.%d" % sys.version_info[:2])'), $accelerator"
     "${pip[@]}" --no-deps ${torch_index:+--index-url "$torch_index"} $(pins "$py" extras "$accelerator" | grep -E '^torch==')
-    { pins "$py" core install_requires; pins "$py" extras train engine analysis "$accelerator" mpi dev; echo "setuptools>=70.1"; } >"$tools/list"
+    "${pip[@]}" --no-deps $(pins "$py" no_deps build)
+    "$py" -m pip --disable-pip-version-check install -q --no-index --no-deps --find-links "$dir" $(pins "$py" no_deps build)
+    { pins "$py" core install_requires; pins "$py" extras train engine analysis "$accelerator" mpi dev; } >"$tools/list"
     "${pip[@]}" --find-links "$dir" -c "$(constraints "$py")" -r "$tools/list"
     "${pip[@]}" --no-deps --ignore-requires-python $(pins "$py" no_deps engine train)
     "${pip[@]}" --no-deps $(pins "$py" no_deps optional) >/dev/null 2>&1 || say "left out: $(pins "$py" no_deps optional) (does not build here)"

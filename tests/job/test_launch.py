@@ -67,7 +67,12 @@ def start(tmp_path: Path, case: str, resume: str = "auto") -> Job:
     tag = uuid.uuid4().hex
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'job'}", "RPIPE_TEST_CASE": case, "RPIPE_TEST_TAG": tag}
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVE, str(file)], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVE, str(file)],
+        env=env,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     return Job(process, run, tag)
 
@@ -87,7 +92,7 @@ def test_a_normal_end_prints_the_run_dir_first_and_last_and_returns_0(tmp_path: 
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_lets_ranks_end_at_a_safe_point_and_ends_what_they_leave(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_a_signal_ends_ranks_at_a_safe_point_and_all_they_leave(tmp_path: Path, number: signal.Signals, code: int) -> None:
     job = start(tmp_path, "long")
     job.wait_up()
     job.process.send_signal(number)
