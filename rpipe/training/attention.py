@@ -58,7 +58,7 @@ def pack(lengths: Sequence[int], device: torch.device, layout: str) -> Packed:
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     cu = torch.from_numpy(starts.astype(np.int32)).to(device)
     longest = int(max(lengths))
-    shared: dict[str, Any] = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+    shared: dict[str, Any] = {"cu_seqlens_q": cu, "cu_seqlens_kv": cu, "max_seqlen_q": longest, "max_seqlen_kv": longest}
     if layout == "thd":
         return Packed(qkv_format="thd", **shared)
     buckets, back, offset = [], np.empty(starts[-1], np.int64), 0
@@ -95,7 +95,10 @@ class BucketAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         outputs = []
         for bucket in packed_seq_params.buckets:
-            rows = [x.index_select(0, bucket.tokens).view(bucket.rows, bucket.length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+            rows = [
+                x.index_select(0, bucket.tokens).view(bucket.rows, bucket.length, *x.shape[1:]).transpose(1, 2)
+                for x in (q, k, v)
+            ]
             out = F.scaled_dot_product_attention(*rows, is_causal=True, scale=self.scale, enable_gqa=k.size(1) != q.size(1))
             outputs.append(out.transpose(1, 2).reshape(bucket.rows * bucket.length, -1))
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

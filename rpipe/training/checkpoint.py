@@ -62,7 +62,9 @@ def verify(directory: Path) -> None:
         path = directory / name
         found = path.stat().st_size if path.exists() else None
         if found != size:
-            raise ValueError(f"{path}: {'missing' if found is None else f'{found} bytes'}, wanted {size}: the checkpoint is damaged")
+            raise ValueError(
+                f"{path}: {'missing' if found is None else f'{found} bytes'}, wanted {size}: the checkpoint is damaged"
+            )
 
 
 @contextmanager

@@ -116,7 +116,9 @@ def to_hf(parts: Sequence[torch.Tensor], row: Row, shape: Shape) -> list[tuple[s
         return [(name, x.flatten(0, 2)) for name, x in zip(row.names, t)]
     if row.how == "glu":
         halves = [p.chunk(2, 0) for p in parts]
-        return [(name, halves[0][i] if len(parts) == 1 else torch.cat([h[i] for h in halves])) for i, name in enumerate(row.names)]
+        return [
+            (name, halves[0][i] if len(parts) == 1 else torch.cat([h[i] for h in halves])) for i, name in enumerate(row.names)
+        ]
     if row.how != "whole" and len(parts) > 1:
         one = torch.cat(list(parts), 1 if row.how == "columns" else 0)
     return [(row.names[0], one[: shape.vocab_size] if row.how == "vocab" else one)]

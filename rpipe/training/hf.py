@@ -105,7 +105,10 @@ def _rope(path: Path, c: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "llama3":
         raise ValueError(f"{path}: rope_type = {kind!r} cannot be trained; wanted: default or llama3")
     rope = Llama3Rope(
-        settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"], settings["original_max_position_embeddings"]
+        settings["factor"],
+        settings["low_freq_factor"],
+        settings["high_freq_factor"],
+        settings["original_max_position_embeddings"],
     )
     return {"rope_theta": theta, "rope": rope}
 

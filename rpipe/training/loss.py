@@ -39,7 +39,12 @@ class VocabularyShard:
 
 
 def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int, vocabulary: VocabularyShard
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    chunk: int,
+    vocabulary: VocabularyShard,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log_softmax(hidden @ weight.T / temperature)[target] and the entropy (no gradient), both [N] float32.
 
@@ -53,7 +58,13 @@ def token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, chunk: int, vocab: VocabularyShard
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        chunk: int,
+        vocab: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy, log_totals = (torch.empty(len(targets), dtype=torch.float32, device=hidden.device) for _ in range(3))
         rows = weight[: vocab.rows]

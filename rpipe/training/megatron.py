@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ from numpy.typing import NDArray
 
 from rpipe.training import megatron_cpu
 
+# what megatron lacks here (`rpipe doctor` says it once) and what it calls that torch renames, at every start
+for module in ("megatron", r"torch\.distributed"):
+    warnings.filterwarnings("ignore", module=module)
 megatron_cpu.enable()
 
 from megatron.core import parallel_state as mpu  # noqa: E402
@@ -45,35 +48,13 @@ from rpipe.training import attention, checkpoint, convert, hf, loss  # noqa: E40
 from rpipe.training import batch as batches_  # noqa: E402
 from rpipe.training import model as models  # noqa: E402
 from rpipe.training.optimizer import SHARDING, Optimizer  # noqa: E402
+from rpipe.training.stats import Sums  # noqa: E402
 from rpipe.training.trainer import StepStats  # noqa: E402
+from rpipe.training.weights import Named, Weights  # noqa: E402
 
 HF_FILE_BYTES = 5 << 30
 SUPERVISED = Loss(aggregation="token_mean", kl_coefficient=0.0)
-Weights = Mapping[str, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Sums:
-    """What a step's micro-batches add up to on one rank; `gap_max` is a maximum."""
-
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    kl: float = 0.0
-    gap: float = 0.0
-    trained_tokens: float = 0.0
-    sequences: float = 0.0
-    denominator: float = 0.0
-    gap_max: float = 0.0
-
-    def vector(self) -> list[float]:
-        return [getattr(self, name) for name in self.__dataclass_fields__]
-
-    @classmethod
-    def over(cls, ranks: list[list[float]]) -> Sums:
-        """In rank order, so that every rank gets the same bits."""
-        columns = list(zip(*ranks))
-        return cls(*(sum(c) for c in columns[:-1]), gap_max=max(columns[-1]))
+Parameters = Mapping[str, torch.Tensor]
 
 
 class MegatronTrainer:
@@ -98,9 +79,11 @@ class MegatronTrainer:
 
         self.megatron_config = models.transformer_config(self.shape, self._tp, self.device, self.dtype)
         self.model = models.build(self.shape, self.megatron_config, self.device)
-        self.table = convert.table(self.shape, [name for name, _ in self.model.named_parameters()])
-        self._read_weights(hf.Tensors(self.model_dir))
-        reduction = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False)
+        self.weights = Weights(self.model, self.shape)
+        self.weights.read(hf.Tensors(self.model_dir))
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        )
         self._ddp = DistributedDataParallel(self.megatron_config, reduction, self.model)
         # the schedule reduces nothing on its own: finish_step does, once
         self.megatron_config.finalize_model_grads_func, self.megatron_config.no_sync_func = None, contextlib.nullcontext
@@ -114,8 +97,8 @@ class MegatronTrainer:
         self._layout = models.attention_layout(self.device)
         self._loss = training.loss
         self._sums = Sums()
-        self._reference: Weights | None = None
-        self._pinned: Weights | None = None
+        self._reference: Parameters | None = None
+        self._pinned: Parameters | None = None
         self._keep_round_start()
 
     @property
@@ -164,34 +147,14 @@ class MegatronTrainer:
         return self._finish(None)
 
     def _finish(self, learning_rate: float | None) -> StepStats:
-        total = Sums.over(self._gather(self._sums.vector()))
+        total = self._sums.over_replicas(self._tp, self.device)
         count = torch.tensor(int(self._sums.denominator), dtype=torch.int, device=self.device)
         finalize_model_grads([self._ddp], count)
         if total.denominator:
             applied, norm, rate = self.optimizer.step(learning_rate)
         else:  # not one trained token anywhere
             applied, norm, rate = False, 0.0, 0.0
-        tokens = max(total.trained_tokens, 1.0)
-        return StepStats(
-            skipped=not applied,
-            loss=total.loss / max(total.denominator, 1.0),
-            grad_norm=norm,
-            learning_rate=rate,
-            entropy=total.entropy / tokens,
-            clip_fraction=total.clipped / tokens,
-            kl=total.kl / tokens,
-            logprob_gap_mean=total.gap / tokens,
-            logprob_gap_max=total.gap_max,
-            trained_tokens=int(total.trained_tokens),
-            sequences=int(total.sequences),
-        )
-
-    def _gather(self, row: list[float]) -> list[list[float]]:
-        """Every replica's row, by its first tensor-parallel rank, in replica order; the same on all training ranks."""
-        mine = torch.tensor(row, dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(rows, mine)
-        return [r.tolist() for r in rows[:: self._tp]]  # tp is the fastest-moving index of megatron's rank order
+        return total.told(applied, norm, rate)
 
     def _hidden(self, model: Any, batch: batches_.Batch) -> torch.Tensor:
         packed = attention.pack(batch.lengths, self.device, self._layout)
@@ -223,7 +186,7 @@ class MegatronTrainer:
     # ---- log-probs --------------------------------------------------------------------------------------------------
 
     def logprobs(self, batch: Sequences) -> NDArray[np.float32]:
-        """[T] of this trainer's own log-probs at the rollout temperature, 0 where `loss_mask` is 0. Its replica's ranks call it."""
+        """[T], this trainer's own at the rollout temperature, 0 where `loss_mask` is 0. A replica's ranks call it together."""
         out = np.zeros(batch.tokens, np.float32)
         if batch.trained_tokens:
             packed = batches_.make(batch, self.device)
@@ -247,13 +210,13 @@ class MegatronTrainer:
         )
 
     @torch.no_grad()
-    def _logprobs_under(self, weights: Weights, batch: batches_.Batch) -> torch.Tensor:
+    def _logprobs_under(self, weights: Parameters, batch: batches_.Batch) -> torch.Tensor:
         def model(*args: Any, **kwargs: Any) -> Any:
             return torch.func.functional_call(self.model, dict(weights), args, kwargs)
 
         return self._logprobs(self._hidden(model, batch), weights[self.model.output_weight_name], batch)[0]
 
-    def _snapshot(self) -> Weights:
+    def _snapshot(self) -> Parameters:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def _keep_round_start(self) -> None:
@@ -265,57 +228,24 @@ class MegatronTrainer:
     # ---- weights out ------------------------------------------------------------------------------------------------
 
     def weight_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        names = [zip(row.names, convert.hf_shapes(self.shape, row)) for row in self.table]
-        return [(name, self.config.dtype, shape) for row in names for name, shape in row]
+        return self.weights.specs(self.config.dtype)
 
-    def weight_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yields on replica 0's ranks only; a tensor above `bucket_bytes` has a bucket of its own. Views where nothing
-        had to move, so: consume before the next step."""
-        if self.replica:
-            return
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        parameters = dict(self.model.named_parameters())
-        for row in self.table:
-            for name, tensor in self._whole(parameters[row.parameter].detach(), row):
-                if bucket and size + tensor.nbytes > bucket_bytes:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append((name, tensor))
-                size += tensor.nbytes
-        yield bucket
+    def weight_buckets(self, bucket_bytes: int) -> Iterator[Named]:
+        """On replica 0 its tensor-parallel ranks iterate together; elsewhere there is nothing to iterate. Views of the
+        parameters where nothing had to move: consume a bucket before the next step."""
+        return iter(()) if self.replica else self.weights.buckets(bucket_bytes)
 
     def export_grads(self) -> dict[str, torch.Tensor]:
-        grads: dict[str, torch.Tensor] = {}
-        parameters = dict(self.model.named_parameters())
-        for row in self.table:
-            grad = parameters[row.parameter].main_grad.clone()
-            if self._tp > 1 and row.parameter.endswith(("q_layernorm.weight", "k_layernorm.weight")):
-                dist.all_reduce(grad, group=mpu.get_tensor_model_parallel_group())  # each rank saw its own heads only
-            grads.update(self._whole(grad, row))
-        return grads
-
-    def _whole(self, mine: torch.Tensor, row: convert.Row) -> list[tuple[str, torch.Tensor]]:
-        parts = [mine]
-        if self._tp > 1 and row.how != "whole":
-            parts = [torch.empty_like(mine) for _ in range(self._tp)]
-            dist.all_gather(parts, mine.contiguous(), group=mpu.get_tensor_model_parallel_group())
-        return convert.to_hf(parts, row, self.shape)
+        return self.weights.gradients()
 
     def export_hf(self, directory: Path) -> None:
         buckets = self.weight_buckets(HF_FILE_BYTES)
         if dist.get_rank() == 0:
-            hf.write_folder(directory, self.model_dir, buckets, self.config.dtype)
+            hf.write_folder(Path(directory), self.model_dir, buckets, self.config.dtype)
         else:
             for _ in buckets:
                 pass
         dist.barrier()
-
-    @torch.no_grad()
-    def _read_weights(self, tensors: hf.Tensors) -> None:
-        parameters = dict(self.model.named_parameters())
-        for row in self.table:
-            parameters[row.parameter].copy_(convert.to_megatron(tensors, row, self.shape, self._tp, self._tp_rank))
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -336,7 +266,10 @@ class MegatronTrainer:
         return extra
 
     def _sharded(self, loading: bool) -> dict[str, Any]:
-        metadata = {"distrib_optim_sharding_type": SHARDING, "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+        metadata = {
+            "distrib_optim_sharding_type": SHARDING,
+            "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        }
         model = self.model.sharded_state_dict(metadata=metadata)
         state = {"model": model, "optimizer": self.optimizer.sharded_state(model, loading, metadata)}
         if self._reference is not None:
@@ -394,4 +327,6 @@ def _parallel_state(tp: int) -> None:
     if not mpu.model_parallel_is_initialized():
         mpu.initialize_model_parallel(tp)
     elif mpu.get_tensor_model_parallel_world_size() != tp:
-        raise ValueError(f"training.tp = {tp}, but this process already trains with tp = {mpu.get_tensor_model_parallel_world_size()}")
+        raise ValueError(
+            f"training.tp = {tp}, but this process already trains with tp = {mpu.get_tensor_model_parallel_world_size()}"
+        )

@@ -18,7 +18,8 @@ import torch
 
 CPU = torch.device("cpu")
 FACTORIES = (
-    "zeros", "ones", "empty", "full", "tensor", "arange", "randn", "rand", "zeros_like", "ones_like", "empty_like", "as_tensor", "linspace",
+    "zeros", "ones", "empty", "full", "tensor", "arange", "randn", "rand", "zeros_like", "ones_like", "empty_like",
+    "as_tensor", "linspace",
 )  # fmt: skip
 
 
@@ -34,7 +35,7 @@ def enable() -> bool:
     import megatron.core.distributed
     import megatron.core.models.gpt
     import megatron.core.optimizer
-    import megatron.core.pipeline_parallel
+    import megatron.core.pipeline_parallel  # noqa: F401
     import megatron.core.tensor_parallel.random as tracker
 
     tracker._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()

@@ -25,7 +25,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
     """forward(input_ids [1, T], position_ids [1, T], None, packed_seq_params=Packed) -> hidden states [T, 1, hidden]."""
 
     def _preprocess(self, input_ids: Any, position_ids: Any, packed_seq_params: Packed, **others: Any) -> tuple[Any, ...]:
-        found = list(super()._preprocess(input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params, **others))
+        found = list(
+            super()._preprocess(input_ids=input_ids, position_ids=position_ids, packed_seq_params=packed_seq_params, **others)
+        )
         if packed_seq_params.qkv_format != "thd":
             # megatron takes this for one sequence of T tokens: give each token the angles of its own position.
             # (Its thd rotary embedding splits and joins per sequence, in every layer.)
@@ -58,7 +60,11 @@ def _transformer_engine(device: torch.device) -> bool:
 
 def check(shape: Shape, tp: int) -> None:
     """Raises ValueError where tp does not cut the model evenly."""
-    for what, n in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("MLP columns", shape.intermediate_size)):
+    for what, n in (
+        ("attention heads", shape.heads),
+        ("key-value heads", shape.kv_heads),
+        ("MLP columns", shape.intermediate_size),
+    ):
         if n % tp:
             raise ValueError(f"training.tp = {tp} does not divide the model's {n} {what}")
     rows = padded_vocab(shape, tp) // tp

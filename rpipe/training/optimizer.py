@@ -31,7 +31,9 @@ class Optimizer:
                 f" is above learning_rate = {settings.learning_rate:g}"
             )
         if settings.schedule == "cosine" and settings.warm_up_steps >= total_steps:
-            raise ValueError(f"training.optimizer.warm_up_steps = {settings.warm_up_steps} leaves nothing of the run's {total_steps} steps")
+            raise ValueError(
+                f"training.optimizer.warm_up_steps = {settings.warm_up_steps} leaves nothing of the run's {total_steps} steps"
+            )
         _fix_torch_adam()
         self.settings = settings
         config = OptimizerConfig(

@@ -51,9 +51,27 @@ def free_port() -> int:
 
 def run_mpi(n: int, script: str | Path, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> str:
     """Run `script` (relative to the repository) on n ranks; returns what they printed. AssertionError on failure or timeout."""
-    command = [mpirun(), "-n", str(n), "--oversubscribe", "--bind-to", "none", sys.executable, "-m", "mpi4py", str(ROOT / script), *args]
+    command = [
+        mpirun(),
+        "-n",
+        str(n),
+        "--oversubscribe",
+        "--bind-to",
+        "none",
+        sys.executable,
+        "-m",
+        "mpi4py",
+        str(ROOT / script),
+        *args,
+    ]
     process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(**(env or {})), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=environment(**(env or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)

@@ -43,13 +43,18 @@ def guards(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def dp2(folder: Path) -> Any:
+def dp2(folder: Path, guards: Any) -> Any:  # meets the model that guards warmed up
     return _run("dp2", 2, folder)
 
 
 @pytest.fixture(scope="module")
 def tp2(folder: Path, dp2: Any) -> Any:  # loads what dp2 saved
     return _run("tp2", 2, folder)
+
+
+@pytest.fixture(scope="module")
+def tp2dp2(folder: Path, dp2: Any) -> Any:  # trains the model that dp2 made
+    return _run("tp2dp2", 4, folder)
 
 
 @pytest.mark.parametrize("model", ["qwen3 tied", "qwen3 untied", "qwen2 tied", "qwen2 untied", "llama tied", "llama untied"])
@@ -151,9 +156,14 @@ def test_two_replicas_with_unequal_work_equal_one_big_batch(dp2: Any, spread: st
     assert seen["same"]
 
 
-def test_two_tensor_parallel_ranks_equal_one_big_batch(tp2: Any) -> None:
-    seen = tp2["streamed"]
-    assert seen["replicas"] == 1
+def test_two_replicas_warm_up_as_one_does(dp2: Any) -> None:
+    assert dp2["warmed"] < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2dp2"])
+def test_tensor_parallel_ranks_equal_one_big_batch(tp2: Any, tp2dp2: Any, layout: str) -> None:
+    seen = tp2["streamed"] if layout == "tp2" else tp2dp2
+    assert seen["replicas"] == (1 if layout == "tp2" else 2)
     assert seen["grads"] < 1e-5
     assert seen["norm"] < 1e-5
     assert seen["weights"] < 1e-5
@@ -161,7 +171,15 @@ def test_two_tensor_parallel_ranks_equal_one_big_batch(tp2: Any) -> None:
     assert seen["same"]
 
 
-def test_a_nan_on_one_rank_makes_every_rank_skip(dp2: Any, tp2: Any) -> None:
+def test_bfloat16_weights_train_with_float32_gradients_and_resume_bit_equal(guards: Any) -> None:
+    seen = guards["bfloat16"]
+    assert seen["dtypes"] == ["bfloat16", "torch.bfloat16"]
+    assert seen["grads"] == ["torch.float32"]
+    assert seen["later"] == 0.0 and seen["same"]
+
+
+def test_a_nan_on_one_rank_makes_every_rank_skip(dp2: Any, tp2: Any, tp2dp2: Any) -> None:
+    assert tp2dp2["poison"] == [True] * 4
     assert dp2["uneven"]["poison"] == [True, True]
     assert tp2["streamed"]["poison"] == [True, True]
 

@@ -15,13 +15,24 @@ from rpipe.config import Config, Loss
 from rpipe.core.types import Sequences
 
 VOCABULARY = 131  # odd: under tp 2 one row is padding
-COMMON = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=512, use_cache=False,
-)  # fmt: skip
-STRETCHED = dict(
-    rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "use_cache": False,
+}
+STRETCHED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def make_model(folder: Path, architecture: str, tied: bool, seed: int = 0, shard: str = "5GB", stretched: bool = False) -> Path:
@@ -52,14 +63,14 @@ def settings(folder: Path, ranks: int = 1, tp: int = 1, loss: Any = None, **opti
     # a large epsilon: Adam turns rounding of gradients near zero into whole steps otherwise
     optimizer = {"learning_rate": 1e-3, "epsilon": 1e-5, "weight_decay": 0.1, "clip_grad_norm": 0.5, **optimizer}
     return Config.model_validate(
-        dict(
-            run=dict(iterations=3),
-            model=dict(path=str(folder)),
-            data=dict(train=dict(kind="sums")),
-            cluster=dict(training_ranks=ranks),
-            rollout=dict(temperature=0.8, max_new_tokens=40),
-            training=dict(tp=tp, logprob_chunk_tokens=17, loss=loss or {}, optimizer=optimizer),
-        )
+        {
+            "run": {"iterations": 3},
+            "model": {"path": str(folder)},
+            "data": {"train": {"kind": "sums"}},
+            "cluster": {"training_ranks": ranks},
+            "rollout": {"temperature": 0.8, "max_new_tokens": 40},
+            "training": {"tp": tp, "logprob_chunk_tokens": 17, "loss": loss or {}, "optimizer": optimizer},
+        }
     )
 
 
@@ -101,10 +112,12 @@ def logprobs(model: Any, batch: Sequences, i: int, temperature: float) -> tuple[
     return torch.cat([zero, every.gather(1, ids[1:, None])[:, 0]]), torch.cat([zero, entropy])
 
 
-def objective(model: Any, batch: Sequences, loss: Loss, config: Config, reference: Any = None) -> tuple[torch.Tensor, dict[str, float]]:
+def objective(
+    model: Any, batch: Sequences, loss: Loss, config: Config, reference: Any = None
+) -> tuple[torch.Tensor, dict[str, float]]:
     """The step's loss, divided, and what StepStats says of it."""
     total, tokens = torch.zeros(()), float(batch.loss_mask.sum())
-    told = dict(entropy=0.0, clip_fraction=0.0, kl=0.0, logprob_gap_mean=0.0, logprob_gap_max=0.0)
+    told = {"entropy": 0.0, "clip_fraction": 0.0, "kl": 0.0, "logprob_gap_mean": 0.0, "logprob_gap_max": 0.0}
     for i in range(batch.count):
         at = slice(int(batch.lengths[:i].sum()), int(batch.lengths[: i + 1].sum()))
         mask = torch.from_numpy(batch.loss_mask[at].astype(bool))
@@ -124,7 +137,9 @@ def objective(model: Any, batch: Sequences, loss: Loss, config: Config, referenc
         if batch.logprobs is not None:
             told["logprob_gap_mean"] += float((now - old).abs().sum())
             told["logprob_gap_max"] = max(told["logprob_gap_max"], float((now - old).abs().max()))
-        by = {"token_mean": 1.0, "sequence_mean": max(int(mask.sum()), 1), "fixed": config.rollout.max_new_tokens}[loss.aggregation]
+        by = {"token_mean": 1.0, "sequence_mean": max(int(mask.sum()), 1), "fixed": config.rollout.max_new_tokens}[
+            loss.aggregation
+        ]
         total = total + each.sum() / by
     total = total / (tokens if loss.aggregation == "token_mean" else batch.count)
     told = {k: v if k.endswith("max") else v / tokens for k, v in told.items()}
@@ -135,5 +150,5 @@ def adamw(model: Any, config: Config) -> torch.optim.AdamW:
     o = config.training.optimizer
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
-    groups = [dict(params=decayed, weight_decay=o.weight_decay), dict(params=plain, weight_decay=0.0)]
+    groups = [{"params": decayed, "weight_decay": o.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)

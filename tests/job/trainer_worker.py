@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ def reference(folder: Path) -> dict[str, Any]:
     """Three steps of each architecture against transformers and torch's AdamW."""
     out: dict[str, Any] = {}
     for i, (architecture, tied) in enumerate(MODELS):
-        where = plain.make_model(folder / f"{architecture}-{tied}", architecture, tied, i, "40KB" if tied else "5GB", architecture == "llama")
+        where = plain.make_model(
+            folder / f"{architecture}-{tied}", architecture, tied, i, "40KB" if tied else "5GB", architecture == "llama"
+        )
         config = plain.settings(where)
         trainer, model = MegatronTrainer(config, where), hf_model(where)
         optimizer = plain.adamw(model, config)
@@ -92,9 +95,16 @@ def reference(folder: Path) -> dict[str, Any]:
         specs = [(n, d, list(s)) for n, d, s in trainer.weight_specs()]
         same = specs == [(n, "float32", list(t.shape)) for n, t in weights(trainer).items()]
         files = len(list(where.glob("*.safetensors")))
-        out[f"{architecture} {'tied' if tied else 'untied'}"] = dict(
-            start=start, grads=grads, norm=norms, stats=stats_off, weights=after, specs=same, files=files, clip=told["clip_fraction"]
-        )
+        out[f"{architecture} {'tied' if tied else 'untied'}"] = {
+            "start": start,
+            "grads": grads,
+            "norm": norms,
+            "stats": stats_off,
+            "weights": after,
+            "specs": same,
+            "files": files,
+            "clip": told["clip_fraction"],
+        }
     return out
 
 
@@ -128,7 +138,12 @@ def losses(folder: Path) -> dict[str, Any]:
         grads = {n: g / divisor for n, g in trainer.export_grads().items()}
         stats = trainer.finish_step()
         off = max(abs(getattr(stats, n) - v) for n, v in told.items() if given or n != "loss")
-        out[name] = dict(grads=relative(grads, named(model, lambda p: p.grad)), stats=off, kl=stats.kl, clip=stats.clip_fraction)
+        out[name] = {
+            "grads": relative(grads, named(model, lambda p: p.grad)),
+            "stats": off,
+            "kl": stats.kl,
+            "clip": stats.clip_fraction,
+        }
     return {**out, "chunks": chunks(where)}
 
 
@@ -136,7 +151,7 @@ def chunks(where: Path) -> float:
     batch, grads = plain.sequences(8, 5), []
     for size in (1, 7, 10_000):
         config = plain.settings(where)
-        config = config.model_copy(update=dict(training=config.training.model_copy(update=dict(logprob_chunk_tokens=size))))
+        config = config.model_copy(update={"training": config.training.model_copy(update={"logprob_chunk_tokens": size})})
         trainer = MegatronTrainer(config, where)
         trainer.begin_step()
         trainer.accumulate(batch)
@@ -153,12 +168,13 @@ def guards(folder: Path) -> dict[str, Any]:
     first = [step(trainer, [b]) for b in data[:2]]
     for b in data[:2]:
         step(twin, [b])
-    out: dict[str, Any] = dict(deterministic=worst(weights(trainer), weights(twin)), rates=[s.learning_rate for s in first])
+    out: dict[str, Any] = {"deterministic": worst(weights(trainer), weights(twin)), "rates": [s.learning_rate for s in first]}
     out["nan"] = not_finite(trainer, twin, data)
     out["resume"] = resume(trainer, config, where, folder / "checkpoint", data)
     out["export"] = export(trainer, folder / "exported", data[0])
     out["warm_up"] = warm_up(config, where)
     out["pinned"] = pinned(config, where, data)
+    out["bfloat16"] = bfloat16(config, where, folder / "checkpoint-bf16", data)
     return out
 
 
@@ -172,9 +188,14 @@ def not_finite(trainer: MegatronTrainer, twin: MegatronTrainer, data: list[Seque
     kept = trainer.optimizer.steps == steps
     # the moments did not change either: the next step ends where a trainer that never saw the NaN does
     a, b = step(trainer, [data[3]]), step(twin, [data[3]])
-    return dict(
-        skipped=stats.skipped, unchanged=unchanged, schedule_kept=kept, next_skipped=a.skipped, next=worst(weights(trainer), weights(twin)), same=a == b
-    )
+    return {
+        "skipped": stats.skipped,
+        "unchanged": unchanged,
+        "schedule_kept": kept,
+        "next_skipped": a.skipped,
+        "next": worst(weights(trainer), weights(twin)),
+        "same": a == b,
+    }
 
 
 def resume(trainer: MegatronTrainer, config: Any, where: Path, to: Path, data: list[Sequences]) -> dict[str, Any]:
@@ -182,7 +203,11 @@ def resume(trainer: MegatronTrainer, config: Any, where: Path, to: Path, data: l
     random = torch.rand(3)
     other = MegatronTrainer(config, where)
     extra = other.load(to)
-    out: dict[str, Any] = dict(extra=extra, loaded=worst(weights(other), weights(trainer)), random=bool(torch.equal(random, torch.rand(3))))
+    out: dict[str, Any] = {
+        "extra": extra,
+        "loaded": worst(weights(other), weights(trainer)),
+        "random": bool(torch.equal(random, torch.rand(3))),
+    }
     a, b = [[step(t, [x]) for x in data[4:]] for t in (trainer, other)]
     out.update(later=worst(weights(other), weights(trainer)), same_stats=a == b, left=[p.name for p in to.parent.glob("*.tmp")])
     trainer.save(to, {"iteration": 5})  # over an older one
@@ -210,19 +235,21 @@ def export(trainer: MegatronTrainer, to: Path, batch: Sequences) -> dict[str, An
         theirs = np.concatenate([plain.logprobs(model, batch, i, 0.8)[0].numpy() for i in range(batch.count)]) * batch.loss_mask
     off = float(np.abs(trainer.logprobs(batch) - theirs).max())
     again = MegatronTrainer(trainer.config, to)
-    return dict(
-        logprobs=off,
-        round_trip=worst(weights(again), weights(trainer)),
-        transformers=worst(named(model, lambda p: p.data), weights(trainer)),
-        files=len(list(to.glob("*.safetensors"))),
-        tokenizer=(to / "tokenizer.json").exists(),
-    )
+    return {
+        "logprobs": off,
+        "round_trip": worst(weights(again), weights(trainer)),
+        "transformers": worst(named(model, lambda p: p.data), weights(trainer)),
+        "files": len(list(to.glob("*.safetensors"))),
+        "tokenizer": (to / "tokenizer.json").exists(),
+    }
+
+
+def supervised() -> Sequences:
+    return replace(plain.sequences(32, 3, given=False), advantages=np.ones(32, np.float32))
 
 
 def warm_up(config: Any, where: Path) -> dict[str, Any]:
-    trainer = MegatronTrainer(config, where)
-    one = plain.sequences(32, 3, given=False)
-    one = Sequences(one.lengths, one.prompt_lengths, one.token_ids, one.loss_mask, np.ones(32, np.float32), one.rewards, None)
+    trainer, one = MegatronTrainer(config, where), supervised()
     first = trainer.warm_up([one], 0.0, 200)
     last = trainer.warm_up([one] * 25, 3e-3, 200)
     moments = [float(m.abs().max()) for m in trainer.optimizer.moments()]
@@ -234,18 +261,38 @@ def warm_up(config: Any, where: Path) -> dict[str, Any]:
     fresh = MegatronTrainer(config, where.with_name("warmed"))
     for t in (trainer, fresh):
         step(t, [plain.sequences(6, 1)])
-    return dict(first=first, last=last, moments=moments, rate=stats.learning_rate, as_new=worst(weights(trainer), weights(fresh)))
+    return {
+        "first": first,
+        "last": last,
+        "moments": moments,
+        "rate": stats.learning_rate,
+        "as_new": worst(weights(trainer), weights(fresh)),
+    }
 
 
 def pinned(config: Any, where: Path, data: list[Sequences]) -> dict[str, Any]:
     """The second step's ratios are against the first step's weights, not the given log-probs."""
-    other = config.model_copy(update=dict(pipeline=config.pipeline.model_copy(update=dict(old_logprob="pinned"))))
+    other = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"old_logprob": "pinned"})})
     trainer, engine = MegatronTrainer(other, where), MegatronTrainer(config, where)
-    own = [Sequences(b.lengths, b.prompt_lengths, b.token_ids, b.loss_mask, b.advantages, b.rewards, engine.logprobs(b)) for b in data[:2]]
+    own = [replace(b, logprobs=engine.logprobs(b)) for b in data[:2]]
     for b, o in zip(data[:2], own):
         step(trainer, [b])
         step(engine, [o])
-    return dict(weights=relative(weights(trainer), weights(engine)))
+    return {"weights": relative(weights(trainer), weights(engine))}
+
+
+def bfloat16(config: Any, where: Path, to: Path, data: list[Sequences]) -> dict[str, Any]:
+    """Weights in bfloat16, gradients and moments in float32, resumed with the float32 weights behind the bfloat16 ones."""
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    trainer, other = MegatronTrainer(config, where), MegatronTrainer(config, where)
+    step(trainer, data[:1])
+    trainer.save(to, {})
+    other.load(to)
+    for batch in data[1:]:
+        a, b = step(trainer, [batch]), step(other, [batch])
+    dtypes = {str(t.dtype) for t in weights(trainer).values()} | {d for _, d, _ in trainer.weight_specs()}
+    grads = {str(p.main_grad.dtype) for p in trainer.model.parameters()}
+    return {"dtypes": sorted(dtypes), "grads": sorted(grads), "later": worst(weights(trainer), weights(other)), "same": a == b}
 
 
 def streamed(folder: Path, tp: int, owners: list[int]) -> dict[str, Any]:
@@ -282,10 +329,16 @@ def streamed(folder: Path, tp: int, owners: list[int]) -> dict[str, Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, off)
     poison = not_finite_on_one(trainer)
-    return dict(
-        grads=grads, norm=norm_off, stats=stats_off, weights=max(gathered), same=all(s == everyone[0] for s in everyone), poison=poison,
-        replica=trainer.replica, replicas=trainer.replicas,
-    )  # fmt: skip
+    return {
+        "grads": grads,
+        "norm": norm_off,
+        "stats": stats_off,
+        "weights": max(gathered),
+        "same": all(s == everyone[0] for s in everyone),
+        "poison": poison,
+        "replica": trainer.replica,
+        "replicas": trainer.replicas,
+    }
 
 
 def not_finite_on_one(trainer: MegatronTrainer) -> list[bool]:
@@ -304,13 +357,18 @@ def dp2(folder: Path) -> dict[str, Any]:
         plain.make_model(folder / "stream", "qwen3", True)
         plain.make_model(folder / "qwen2", "qwen2", False)
     dist.barrier()
-    out = dict(uneven=streamed(folder, 1, [0, 0, 1, 0, 1, 0]), none=streamed(folder, 1, [0, 0, 0, 0, 0, 0]))
-    return {**out, "saved": reshard_save(folder)}
+    out = {"uneven": streamed(folder, 1, [0, 0, 1, 0, 1, 0]), "none": streamed(folder, 1, [0, 0, 0, 0, 0, 0])}
+    # with guards' one rank: the same three supervised steps, here half on each replica
+    trainer = MegatronTrainer(plain.settings(folder / "guards", 2, schedule="cosine", warm_up_steps=1), folder / "guards")
+    trainer.warm_up([supervised()] * 3, 3e-3, 200)
+    alone = MegatronTrainer(trainer.config, folder / "warmed")
+    warmed = worst(weights(trainer), weights(alone)) if trainer.replica == 0 else 0.0
+    return {**out, "saved": reshard_save(folder), "warmed": warmed}
 
 
 def reshard_save(folder: Path) -> dict[str, Any]:
     """Two steps, save, two more; what came out goes to files for the other layout to meet."""
-    config = plain.settings(folder / "qwen2", 2, 1, loss=dict(kl_coefficient=0.1))
+    config = plain.settings(folder / "qwen2", 2, 1, loss={"kl_coefficient": 0.1})
     trainer = MegatronTrainer(config, folder / "qwen2")
     for k in range(2):
         step(trainer, [plain.sequences(4, 70 + k + 10 * trainer.replica)])
@@ -321,21 +379,31 @@ def reshard_save(folder: Path) -> dict[str, Any]:
         norms.append(step(trainer, [plain.sequences(4, 70 + k + 10 * trainer.replica)]).grad_norm)
     if dist.get_rank() == 0:
         torch.save([at_save, weights(trainer)], folder / "reshard.pt")
-    return dict(norms=norms)
+    return {"norms": norms}
 
 
 def tp2(folder: Path) -> dict[str, Any]:
-    config = plain.settings(folder / "qwen2", 2, 2, loss=dict(kl_coefficient=0.1))
+    config = plain.settings(folder / "qwen2", 2, 2, loss={"kl_coefficient": 0.1})
     trainer = MegatronTrainer(config, folder / "qwen2")
     extra = trainer.load(folder / "reshard")
     at_save, after = torch.load(folder / "reshard.pt")
     loaded = worst(weights(trainer), at_save)
     stats = [step(trainer, [plain.sequences(4, 70 + k), plain.sequences(4, 80 + k)]) for k in range(2, 4)]
-    reshard = dict(extra=extra, loaded=loaded, after=worst(weights(trainer), after), norms=[s.grad_norm for s in stats], kl=stats[-1].kl)
+    reshard = {
+        "extra": extra,
+        "loaded": loaded,
+        "after": worst(weights(trainer), after),
+        "norms": [s.grad_norm for s in stats],
+        "kl": stats[-1].kl,
+    }
     trainer.export_hf(folder / "tp2-exported")
     whole = weights(trainer)
     exported = worst(named(hf_model(folder / "tp2-exported"), lambda p: p.data), whole)
-    return dict(streamed=streamed(folder, 2, [0] * 6), reshard=reshard, exported=exported)
+    return {"streamed": streamed(folder, 2, [0] * 6), "reshard": reshard, "exported": exported}
+
+
+def tp2dp2(folder: Path) -> dict[str, Any]:
+    return streamed(folder, 2, [1, 0, 1, 1, 1, 0])
 
 
 def main() -> None:
