@@ -288,7 +288,8 @@ class SglangEngine:
         self._progress_t = asyncio.get_running_loop().time()
 
     async def flush_cache(self) -> None:
-        await self._post(f"/flush_cache?timeout={FLUSH_S}", None)
+        # With a timeout SGLang waits until nothing is queued, without one it ignores what waits for the end of a pause.
+        await self._post("/flush_cache" if self._paused else f"/flush_cache?timeout={FLUSH_S}", None)
 
     async def load(self) -> EngineLoad:
         answer = await self._call("GET", "/v1/loads?include=core", None, COMMAND_S)
