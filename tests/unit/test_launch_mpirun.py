@@ -1,0 +1,68 @@
+"""Which starter, with which words and which environment? Stand-ins for srun on PATH; nothing is started but they."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rpipe.config import Cluster
+from rpipe.runtime import mpirun
+from rpipe.runtime.mpirun import LaunchError, Starter
+
+
+def program(folder: Path, name: str, says: str) -> Path:
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{says}\n")
+    file.chmod(0o755)
+    return file
+
+
+def test_inside_an_allocation_srun_with_pmix_starts_the_ranks(tmp_path: Path) -> None:
+    srun = program(tmp_path, "srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n\\tpmix\\n'")
+    starter = mpirun.find({"PATH": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"})
+    assert starter == Starter("srun", str(srun), one_host=False)
+    assert starter.command(4, ["python", "x"]) == [
+        str(srun), "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none", "--ntasks=4", "python", "x",
+    ]  # fmt: skip
+
+
+def test_a_slurm_without_pmix_is_refused(tmp_path: Path) -> None:
+    program(tmp_path, "srun", "echo 'srun: MPI types are...' >&2; echo 'srun: pmi2' >&2")
+    with pytest.raises(LaunchError, match="has no pmix"):
+        mpirun.find({"PATH": str(tmp_path), "SLURM_JOB_ID": "1"})
+
+
+def test_srun_outside_an_allocation_is_not_used(tmp_path: Path) -> None:
+    program(tmp_path, "srun", "exit 1")
+    program(tmp_path, "mpirun", "exit 0")
+    assert mpirun.find({"PATH": str(tmp_path)}).kind == "mpirun"
+
+
+def test_this_environments_own_mpirun_comes_before_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "site").mkdir()
+    own, site = program(tmp_path / "venv", "mpirun", ""), program(tmp_path / "site", "mpirun", "")
+    monkeypatch.setattr("sys.executable", str(tmp_path / "venv" / "python"))
+    assert mpirun.find({"PATH": str(site.parent)}).path == str(own)
+    own.unlink()
+    assert mpirun.find({"PATH": str(site.parent)}).path == str(site)
+    site.unlink()
+    with pytest.raises(LaunchError, match="no mpirun found"):
+        mpirun.find({"PATH": str(site.parent)})
+
+
+def test_one_host_talks_over_loopback_and_several_over_what_is_named() -> None:
+    one, two = Starter("mpirun", "mpirun", True), Starter("srun", "srun", False)
+    assert mpirun.job_environment(Cluster(), one, "j", None)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert mpirun.job_environment(Cluster(interface="ib0"), two, "j", None)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_the_environment_marks_the_job_and_says_whether_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RPIPE_TERMINAL", "1")
+    starter = Starter("mpirun", "mpirun", True)
+    env = mpirun.job_environment(Cluster(threads_per_rank=3), starter, "j", None)
+    assert (env["RPIPE_JOB"], env["OMP_NUM_THREADS"], env["TORCHDYNAMO_DISABLE"]) == ("j", "3", "1")
+    assert "RPIPE_TERMINAL" not in env
+    shown = mpirun.job_environment(Cluster(accelerator="cuda"), starter, "j", 99)
+    assert (shown["RPIPE_TERMINAL"], shown["COLUMNS"]) == ("1", "99")
