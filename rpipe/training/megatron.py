@@ -193,10 +193,6 @@ class MegatronTrainer:
             out[packed.trained] = self._logprobs_under(dict(self.model.named_parameters()), packed).cpu().numpy()
         return out
 
-    def pin(self) -> None:
-        """Keep the weights as they are now for old log-probs (`pipeline.old_logprob = pinned`). Call at every publish."""
-        self._pinned = self._snapshot()
-
     def _old_logprobs(self, batch: batches_.Batch) -> torch.Tensor | None:
         if batch.given is None or self._pinned is None:
             return batch.given
@@ -220,10 +216,11 @@ class MegatronTrainer:
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def _keep_round_start(self) -> None:
+        """Copies of the weights as they are now, where the config asks for them."""
         if self.config.training.loss.kl_coefficient:
             self._reference = self._snapshot()
         if self.config.pipeline.old_logprob == "pinned":
-            self.pin()
+            self._pinned = self._snapshot()
 
     # ---- weights out ------------------------------------------------------------------------------------------------
 
@@ -232,18 +229,21 @@ class MegatronTrainer:
 
     def weight_buckets(self, bucket_bytes: int) -> Iterator[Named]:
         """On replica 0 its tensor-parallel ranks iterate together; elsewhere there is nothing to iterate. Views of the
-        parameters where nothing had to move: consume a bucket before the next step."""
+        parameters where nothing had to move: consume a bucket before the next step. To ask is to publish: what
+        `pipeline.old_logprob = pinned` compares with is taken here, on every rank."""
+        if self._pinned is not None:
+            self._pinned = self._snapshot()
         return iter(()) if self.replica else self.weights.buckets(bucket_bytes)
 
     def export_grads(self) -> dict[str, torch.Tensor]:
         return self.weights.gradients()
 
     def export_hf(self, directory: Path) -> None:
-        buckets = self.weight_buckets(HF_FILE_BYTES)
+        buckets = self.weights.buckets(HF_FILE_BYTES)
         if dist.get_rank() == 0:
             hf.write_folder(Path(directory), self.model_dir, buckets, self.config.dtype)
-        else:
-            for _ in buckets:
+        elif not self.replica:
+            for _ in buckets:  # rank 0's tensor-parallel peers
                 pass
         dist.barrier()
 

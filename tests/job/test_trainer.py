@@ -141,8 +141,8 @@ def test_supervised_warm_up_lowers_the_loss_and_leaves_a_new_optimizer(guards: A
     assert seen["as_new"] == 0.0
 
 
-def test_pinned_logprobs_are_those_of_the_weights_at_the_pin(guards: Any) -> None:
-    assert guards["pinned"]["weights"] < 1e-6
+def test_pinned_logprobs_are_those_of_the_weights_last_published(guards: Any) -> None:
+    assert guards["pinned"]["grads"] < 1e-4
 
 
 @pytest.mark.parametrize("spread", ["uneven", "none"])

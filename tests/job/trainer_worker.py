@@ -271,14 +271,17 @@ def warm_up(config: Any, where: Path) -> dict[str, Any]:
 
 
 def pinned(config: Any, where: Path, data: list[Sequences]) -> dict[str, Any]:
-    """The second step's ratios are against the first step's weights, not the given log-probs."""
+    """Ratios are against the weights last published, not the given log-probs, and not what steps since made of them."""
     other = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"old_logprob": "pinned"})})
     trainer, engine = MegatronTrainer(other, where), MegatronTrainer(config, where)
-    own = [replace(b, logprobs=engine.logprobs(b)) for b in data[:2]]
-    for b, o in zip(data[:2], own):
-        step(trainer, [b])
-        step(engine, [o])
-    return {"weights": relative(weights(trainer), weights(engine))}
+    off = []
+    for published in (data[:2], data[2:4]):
+        weights(trainer)
+        for batch, own in zip(published, [replace(b, logprobs=engine.logprobs(b)) for b in published]):
+            step(trainer, [batch])
+            step(engine, [own])
+        off.append(relative(trainer.weights.gradients(), engine.weights.gradients()))
+    return {"grads": max(off)}
 
 
 def bfloat16(config: Any, where: Path, to: Path, data: list[Sequences]) -> dict[str, Any]:
