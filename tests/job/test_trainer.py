@@ -14,7 +14,7 @@ import pytest
 from tests.job.mpi import run_mpi
 
 WORKER = "tests/job/trainer_worker.py"
-pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.job, pytest.mark.timeout(800)]  # a test may be the first to ask for every launch
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(scenario: str, ranks: int, folder: Path) -> Any:
-    run_mpi(ranks, WORKER, scenario, str(folder), timeout_s=120)
+    run_mpi(ranks, WORKER, scenario, str(folder), timeout_s=200)
     return json.loads((folder / f"{scenario}.json").read_text())
 
 
