@@ -167,7 +167,8 @@ class SglangEngine:
 
     async def stop(self) -> None:
         self._fail_all(f"{self.name}: stopped")
-        await self._drop()
+        with contextlib.suppress(Exception):
+            await self._drop()
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.server.stop)
 
@@ -178,7 +179,8 @@ class SglangEngine:
             tasks.append(self._monitor)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
         self._chores.clear()
         self._streams.clear()
         self._monitor = None
@@ -278,7 +280,8 @@ class SglangEngine:
 
     async def pause(self) -> None:
         """Running requests go back to the queue and keep their tokens; their KV cache is computed again on `resume`, so
-        weights may change in between. (SGLang's "in_place" keeps the cache, and then refuses to flush it.)"""
+        weights may change in between. (SGLang's "in_place" keeps the cache, and then refuses to flush it.) SGLang's
+        scheduler spins while paused: it costs a core."""
         await self._post("/pause_generation", {"mode": "retract"})
         self._paused = True
 

@@ -30,7 +30,7 @@ from rpipe.rollout.sglang_server import free_port
 from rpipe.runtime import child
 from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, side_group
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(400)  # an engine starts in 13 s on two quiet cores, and in minutes on busy ones
 EOS, VOCABULARY = 1, 128
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def make(model: SimpleNamespace, logs: Path, index: int = 0, **engine: Any) -> S
         "model": {"path": str(model.path)},
         "data": {"train": {"kind": "sums"}},
         "cluster": {"rollout_ranks": engine.get("tp", 1)},
-        "engine": {"max_running": 16, "kv_tokens": 8192, "stream_interval_tokens": 8, "start_deadline_s": 120.0, **engine},
+        "engine": {"max_running": 16, "kv_tokens": 8192, "stream_interval_tokens": 8, "start_deadline_s": 300.0, **engine},
         "limits": {"collective_s": 60.0},
     }
     return SglangEngine(parse(tree, "test"), index, model.path, logs)
@@ -68,7 +68,7 @@ class Served:
         self.loop = asyncio.new_event_loop()
         self.group: dist.ProcessGroup | None = None
         self.version = 0
-        self(engine.start(), 130)
+        self(engine.start(), 310)
 
     def __call__(self, work: Coroutine[Any, Any, T], bound_s: float = 60) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, bound_s))
@@ -81,9 +81,9 @@ class Served:
 
     async def _send(self, tensors: list[tuple[str, torch.Tensor]], buckets: int, version: int) -> None:
         if self.group is None:
-            port = free_port()
-            meet = asyncio.to_thread(side_group, "127.0.0.1", port, 2, 0, WEIGHTS_GROUP, "gloo", 60.0)
-            self.group, _ = await asyncio.gather(meet, self.engine.join_update_group("127.0.0.1", port, 1, 2, "gloo"))
+            port, world = free_port(), 1 + self.engine.config.engine.tp
+            meet = asyncio.to_thread(side_group, "127.0.0.1", port, world, 0, WEIGHTS_GROUP, "gloo", 60.0)
+            self.group, _ = await asyncio.gather(meet, self.engine.join_update_group("127.0.0.1", port, 1, world, "gloo"))
         await self.engine.begin_update()
         for i in range(buckets):
             bucket = tensors[i::buckets]
@@ -95,10 +95,14 @@ class Served:
         for _, tensor in bucket:
             dist.broadcast(tensor.detach().contiguous(), src=0, group=self.group)
 
+    def leave(self) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            leave(group)
+
     def close(self) -> None:
         self(self.engine.stop())
-        if self.group is not None:
-            leave(self.group)
+        self.leave()
         self.loop.close()
 
 
@@ -195,7 +199,7 @@ def test_eos_ends_a_response_and_is_part_of_it(fresh: Served) -> None:
 
     results = fresh(work())
     stopped = [ids(c) for c in results if c[-1].finish == "stop"]
-    assert all(r[-1] == EOS and EOS not in r[:-1] for r in stopped) and 30 < len(stopped)
+    assert all(r[-1] == EOS and EOS not in r[:-1] for r in stopped) and len(stopped) > 30
     assert all(EOS not in ids(c) and len(ids(c)) == 200 for c in results if c[-1].finish == "length")
     assert all(abs(p + 4.852) < 1e-3 for c in results for p in logprobs(c))  # log(1/128), of EOS too
     by_id = fresh(collect(fresh.engine, request("k", [5], 200, stop_token_ids=tuple(range(2, 60)))))
@@ -231,7 +235,8 @@ def test_abort_keeps_the_prefix_and_spares_requests_with_similar_names(fresh: Se
 
 def test_a_request_aborted_in_the_queue_ends_empty(fresh: Served) -> None:
     async def work() -> list[Chunk]:
-        filling = [asyncio.create_task(collect(fresh.engine, request(f"f{i}", [5, 6], 500, ignore_eos=True))) for i in range(16)]
+        turns = [request(f"f{i}", [5, 6], 500, ignore_eos=True) for i in range(16)]
+        filling = [asyncio.create_task(collect(fresh.engine, turn)) for turn in turns]
         while (await fresh.engine.load()).running < 16:
             await asyncio.sleep(0.02)
         queued = asyncio.create_task(collect(fresh.engine, request("q", [5, 6], 500)))
@@ -335,6 +340,13 @@ def test_a_broadcast_in_two_buckets_changes_the_output_the_version_and_empties_t
     assert ids(fresh(collect(fresh.engine, request("b3", prompt, 30, temperature=0.0, ignore_eos=True)))) != ids(before)
 
 
+def test_the_update_group_can_be_made_anew(fresh: Served) -> None:
+    fresh.send(dict(fresh.net.state_dict()))
+    fresh.leave()  # as when an engine beside this one was restarted
+    version = fresh.send(dict(fresh.net.state_dict()))
+    assert fresh(collect(fresh.engine, request("n", [5, 6], 3)))[-1].version == version
+
+
 def test_weights_changed_in_a_pause_split_the_versions_exactly(fresh: Served) -> None:
     prompt = prompts(1)[0]
     torch.manual_seed(2)
@@ -417,6 +429,11 @@ def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly
         prompt = prompts(1)[0]
         chunks = served(collect(served.engine, request("t", prompt, 40, temperature=0.7, ignore_eos=True)))
         assert (given(model.net, prompt, ids(chunks), 0.7) - torch.tensor(logprobs(chunks))).abs().max() < 1e-4
+        torch.manual_seed(3)
+        changed = Qwen3ForCausalLM(model.net.config).eval()
+        served.send(dict(changed.state_dict()))
+        chunks = served(collect(served.engine, request("u", prompt, 40, temperature=0.7, ignore_eos=True)))
+        assert (given(changed, prompt, ids(chunks), 0.7) - torch.tensor(logprobs(chunks))).abs().max() < 1e-4
         pid = served.engine.server.pid
         assert pid is not None
         family = psutil.Process(pid).children(recursive=True)
@@ -433,7 +450,7 @@ def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly
                     pass
             return time.monotonic() - began
 
-        assert served(killed_while_running()) < 15
+        assert served(killed_while_running()) < 30
         assert not served(served.engine.healthy())
         with pytest.raises(EngineError):
             served(collect(served.engine, request("after", prompt, 5)))
