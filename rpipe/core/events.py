@@ -243,19 +243,20 @@ class MicroBatchDone(Event, frozen=True):
 
 
 class StepDone(Event, frozen=True):
-    """Gradients reduced, scaled, clipped and applied (or skipped: not finite). Means are over the step's trained tokens."""
+    """Gradients reduced, scaled, clipped and applied (or skipped: not finite). Means are over the step's trained
+    tokens; None where a figure was not finite."""
 
     step: int
     started_t: float
     skipped: bool
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     learning_rate: float
-    entropy: float
-    clip_fraction: float
-    kl: float
-    logprob_gap_mean: float  # |engine - trainer|; meaningful on an iteration's first step, when both hold the same weights
-    logprob_gap_max: float
+    entropy: float | None
+    clip_fraction: float | None
+    kl: float | None
+    logprob_gap_mean: float | None  # |engine - trainer|; meaningful on an iteration's first step, when both hold the same weights
+    logprob_gap_max: float | None
     trained_tokens: int
 
 

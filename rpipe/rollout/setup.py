@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ from rpipe.runtime.messages import CloseEngine
 from rpipe.runtime.progress import Progress
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.scalars import Scalars
-from rpipe.runtime.side_group import side_group
-from rpipe.runtime.world import World, free_port, quiet_barrier
+from rpipe.runtime.side_group import serve_store, side_group
+from rpipe.runtime.world import World, quiet_barrier
 
 PARK_S = 0.005
 
@@ -42,13 +43,15 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
     """This rank's part of rollout; returns why it ended, "" at a normal end."""
     data = load(config, run_dir) if world.is_coordinator else None
     quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
-    where = world.comm.bcast(_channel_address(config, world) if world.rank == 0 else None)
+    store = serve_store(world.address(config.cluster.interface), config.limits.start_s) if world.rank == 0 else None
+    where = world.comm.bcast((store.host, store.port) if store is not None else None)
     owner = _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None
     if data is None:
         return await serve(config, mailbox, owner)
     assert owner is not None
     device = devices.select(config.cluster.accelerator) if config.backend != "gloo" else devices.select("cpu")
-    group = asyncio.create_task(asyncio.to_thread(side_group, *where, 2, 0, "groups", config.backend, config.limits.start_s))
+    meet = partial(side_group, *where, 2, 0, "groups", config.backend, config.limits.start_s, store)
+    group = asyncio.create_task(asyncio.to_thread(meet))
     dump = TrajectoryDump(run_dir.trajectories)
     terminal = os.environ.get("RPIPE_TERMINAL") == "1"
     columns = int(os.environ.get("COLUMNS", "0")) or None
@@ -95,11 +98,6 @@ def load(config: Config, run_dir: RunDir) -> RolloutData:
         reward_functions=rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
     )
-
-
-def _channel_address(config: Config, world: World) -> tuple[str, int]:
-    address = world.address(config.cluster.interface)
-    return address, free_port(address)
 
 
 def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:

@@ -146,7 +146,7 @@ class Watch:
         tokens = max(1, sum(s.trained_tokens for s in steps))
 
         def mean(name: str) -> float:
-            return sum(getattr(s, name) * s.trained_tokens for s in steps) / tokens
+            return sum((getattr(s, name) or 0.0) * s.trained_tokens for s in steps) / tokens
 
         total_s = t - tally.started_t
         busy_s = sum(r.busy_s for r in tally.steps)
@@ -161,9 +161,9 @@ class Watch:
                 "policy/entropy": mean("entropy"),
                 "policy/clip_fraction": mean("clip_fraction"),
                 "policy/kl": mean("kl"),
-                "policy/logprob_gap_mean": steps[0].logprob_gap_mean,
-                "policy/logprob_gap_max": steps[0].logprob_gap_max,
-                "optimizer/grad_norm": statistics.fmean(s.grad_norm for s in steps),
+                "policy/logprob_gap_mean": steps[0].logprob_gap_mean or 0.0,
+                "policy/logprob_gap_max": steps[0].logprob_gap_max or 0.0,
+                "optimizer/grad_norm": statistics.fmean(s.grad_norm or 0.0 for s in steps),
                 "optimizer/learning_rate": steps[-1].learning_rate,
                 "optimizer/skipped_steps": float(sum(s.skipped for s in steps)),
                 "time/rollout_s": tally.rollout_s,

@@ -16,10 +16,22 @@ from torch.distributed import distributed_c10d as c10d
 WEIGHTS_GROUP = "rpipe_weights"  # the broadcast of weights: rank 0 is the trainer, the others are engine workers
 
 
+def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
+    """A store for rank 0 to serve, on a port that the kernel picks (`store.port`): one picked earlier may be taken by now."""
+    return dist.TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
 def side_group(
-    address: str, port: int, world_size: int, rank: int, name: str, backend: str = "gloo", timeout_s: float = 120.0
+    address: str,
+    port: int,
+    world_size: int,
+    rank: int,
+    name: str,
+    backend: str = "gloo",
+    timeout_s: float = 120.0,
+    store: dist.Store | None = None,
 ) -> dist.ProcessGroup:
-    """Meet `world_size` members at address:port; rank 0 must be reachable there and serves the store.
+    """Meet `world_size` members at address:port, where rank 0 serves the store: the one given, or its own.
 
     Works before, after and without a default world. Ranks in collectives over the group are the ones given here. Every
     wait, now and in collectives later, ends after `timeout_s`. A process is one member of a name, and may join it again after
@@ -27,7 +39,8 @@ def side_group(
     """
     timeout = timedelta(seconds=timeout_s)
     host = f"[{address}]" if ":" in address else address
-    store, rank, world_size = next(iter(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
+    if store is None:
+        store, rank, world_size = next(iter(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout)))
     store.set_timeout(timeout)
     helper: Any = c10d._new_process_group_helper
     group, _ = helper(

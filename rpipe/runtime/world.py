@@ -176,10 +176,3 @@ def role_world(world: World, backend: str, interface: str | None, timeout_s: flo
         store = dist.TCPStore(where[0], where[1], world.role_size, is_master=False, timeout=timeout)
     both = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl", "hccl": "cpu:gloo,npu:hccl"}[backend]
     dist.init_process_group(both, store=store, rank=world.role_rank, world_size=world.role_size, timeout=timeout)
-
-
-def free_port(address: str) -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])

@@ -13,6 +13,7 @@ stay here until their step is done.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 
@@ -237,14 +238,14 @@ class TrainingDriver:
             step=command.step,
             started_t=outcome.started_t,
             skipped=stats.skipped,
-            loss=stats.loss,
-            grad_norm=stats.grad_norm,
+            loss=_finite(stats.loss),
+            grad_norm=_finite(stats.grad_norm),
             learning_rate=stats.learning_rate,
-            entropy=stats.entropy,
-            clip_fraction=stats.clip_fraction,
-            kl=stats.kl,
-            logprob_gap_mean=stats.logprob_gap_mean,
-            logprob_gap_max=stats.logprob_gap_max,
+            entropy=_finite(stats.entropy),
+            clip_fraction=_finite(stats.clip_fraction),
+            kl=_finite(stats.kl),
+            logprob_gap_mean=_finite(stats.logprob_gap_mean),
+            logprob_gap_max=_finite(stats.logprob_gap_max),
             trained_tokens=stats.trained_tokens,
         )
         self._inbox.append(event)
@@ -264,3 +265,8 @@ class TrainingDriver:
         if tuple(last) != new and now - last_s > STATE_EVERY_S:
             self._last_state = (now, *new)
             self._mailbox.send(ROLLOUT, TrainerState(*new))
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None

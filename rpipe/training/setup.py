@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rpipe.config import Config
@@ -18,8 +19,8 @@ from rpipe.runtime.channel import Channel
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry
 from rpipe.runtime.rundir import RunDir
-from rpipe.runtime.side_group import WEIGHTS_GROUP, side_group
-from rpipe.runtime.world import World, free_port, quiet_barrier, role_world
+from rpipe.runtime.side_group import WEIGHTS_GROUP, serve_store, side_group
+from rpipe.runtime.world import World, quiet_barrier, role_world
 from rpipe.training.driver import ROLLOUT, TrainingDriver
 from rpipe.training.worker import POLL_S, TrainingWorker
 
@@ -40,11 +41,8 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
     where = world.comm.bcast(None)
     with ThreadPoolExecutor(1) as pool:
         channel_device = devices.select("cpu") if config.backend == "gloo" else device
-        group = (
-            pool.submit(side_group, *where, 2, 1, "groups", config.backend, config.limits.start_s)
-            if world.is_coordinator
-            else None
-        )
+        meet = partial(side_group, *where, 2, 1, "groups", config.backend, config.limits.start_s)
+        group = pool.submit(meet) if world.is_coordinator else None
         trainer = build(config, run_dir)
         start = resume(config, world, run_dir, trainer, log)
         batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
@@ -102,12 +100,13 @@ def open_broadcast(
     """Wait for the engines, then meet all their workers in one group: rank 0 is this one."""
     _wait_for_engines(config, mailbox)
     address = world.address(config.cluster.interface)
-    port, size = free_port(address), 1 + config.engines * config.engine.tp
+    store = serve_store(address, config.limits.collective_s)
+    size = 1 + config.engines * config.engine.tp
     buckets = _buckets(trainer.weight_specs(), config.channel.weight_bucket_bytes)
-    join = Join(address, port, size, config.backend, buckets)
+    join = Join(address, store.port, size, config.backend, buckets)
     mailbox.send(ROLLOUT, Rendezvous(join, start["iteration"], start["cursor"]))
     mailbox.drain(config.limits.message_s)
-    return side_group(address, port, size, 0, WEIGHTS_GROUP, config.backend, config.limits.collective_s)
+    return side_group(address, store.port, size, 0, WEIGHTS_GROUP, config.backend, config.limits.collective_s, store)
 
 
 def _wait_for_engines(config: Config, mailbox: Mailbox) -> None:

@@ -1,0 +1,73 @@
+"""How does a test run a whole job? As a person does: `rpipe train CONFIG key=value ...`, then it reads the run's folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rpipe.core.eventlog import records
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+def config(**sections: dict[str, Any]) -> dict[str, Any]:
+    """A small scripted job; sections are merged into it."""
+    base: dict[str, Any] = {
+        "run": {"name": "test", "iterations": 3, "seed": 3},
+        "cluster": {"rollout_ranks": 1, "training_ranks": 1},
+        "model": {"make": TINY},
+        "data": {"train": {"kind": "sums", "size": 200, "reward": "tests.job.jobs:random_after_a_while"}},
+        "rollout": {"groups_per_iteration": 8, "trajectories_per_group": 4, "max_new_tokens": 48},
+        "training": {"trajectories_per_step": 8, "optimizer": {"learning_rate": 1.0e-3}},
+        "engine": {"kind": "scripted", "options": {"median_tokens": 12, "sigma": 0.7, "tokens_per_s": 400}},
+        "reward": {"workers": 4},
+        "limits": {"message_s": 60, "collective_s": 60, "start_s": 120},
+    }
+    for name, section in sections.items():
+        base[name] = {**base.get(name, {}), **section}
+    return base
+
+
+def random_after_a_while(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
+    """Decided by the text alone, known after a time that nothing decides: groups complete in another order each run."""
+    time.sleep(int.from_bytes(os.urandom(1), "big") / 255 * 0.08)
+    return float(random.Random(prompt + response).random() < 0.5)
+
+
+def train(run_dir: Path, tree: dict[str, Any], *overrides: str, timeout_s: float = 240.0, code: int = 0) -> str:
+    """Run the job in `run_dir`; returns what it printed."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    path = run_dir.parent / f"{run_dir.name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    done = subprocess.run(
+        command(path, run_dir, *overrides), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=timeout_s
+    )
+    logs = [p.read_text(errors="replace")[-4000:] for p in sorted(run_dir.glob("attempt-*/job.log"))[-1:]]
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}\n{logs}"
+    return done.stdout + done.stderr
+
+
+def command(config_path: Path, run_dir: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "rpipe.cli", "train", str(config_path), f"run.dir={run_dir}", *overrides]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+
+
+def events(run_dir: Path, rank: int, kind: str, attempt: int = 1) -> list[dict[str, Any]]:
+    path = run_dir / f"attempt-{attempt}" / "events" / f"rank{rank:05d}.jsonl"
+    return [r for r in records(path) if r["kind"] == kind]
+
+
+def report(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "report.json").read_text())  # type: ignore[no-any-return]

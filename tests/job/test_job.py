@@ -1,0 +1,188 @@
+"""The whole job with the real engine (SGLang) and the real trainer (Megatron): small models, few iterations."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rpipe.runtime.dump import read_trajectories
+from tests.job.jobs import ROOT, command, config, environment, events, report, train
+
+
+def real(**sections):
+    """A job on SGLang instead of the scripted engine."""
+    tree = config(**sections)
+    tree["engine"] = {"kv_tokens": 8192, "max_running": 8, "stream_interval_tokens": 4, **sections.get("engine", {})}
+    return tree
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two engines, two data-parallel replicas, three iterations; the last one in a second attempt."""
+    path = tmp_path_factory.mktemp("real") / "run"
+    tree = real(
+        cluster={"rollout_ranks": 2, "training_ranks": 2},
+        data={
+            "train": {"kind": "sums", "size": 200, "reward": "tests.job.jobs:random_after_a_while"},
+            "held_out": {"kind": "sums", "size": 8, "reward": "last_integer"},
+        },
+        evaluation={"prompts": 8},
+        model={
+            "make": {"hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16},
+            "warm_up": {"steps": 3, "sequences_per_step": 16},
+        },
+    )
+    train(path, tree, "run.iterations=2")
+    train(path, tree, "run.iterations=3")
+    return path
+
+
+@pytest.mark.timeout(500)
+def test_engine_and_trainer_agree_on_log_probs_before_and_after_a_publish(run_dir):
+    iterations = report(run_dir)["iterations"]
+    assert [i["iteration"] for i in iterations] == [0, 1, 2]
+    assert all(0 < i["logprob_gap_max"] < 1e-4 for i in iterations), [i["logprob_gap_max"] for i in iterations]
+
+
+def test_every_group_is_trained_once_under_the_version_that_sampled_it(run_dir):
+    seen = []
+    for attempt in (1, 2):
+        for event in events(run_dir, 2, "GroupArrived", attempt):
+            assert event["version"] == event["iteration"] == event["group"] // 8
+            seen.append(event["group"])
+    assert sorted(seen) == list(range(24))
+
+
+def test_both_engines_generate(run_dir):
+    assert {e["engine"] for e in events(run_dir, 0, "TurnFinished")} == {0, 1}
+
+
+def test_the_dump_holds_every_trajectory_with_its_versions(run_dir):
+    rows = read_trajectories(run_dir / "trajectories")
+    trained = [r for r in rows if r["purpose"] == "train"]
+    assert len(trained) == 3 * 32
+    for row in trained:
+        assert len(row["output_ids"]) == len(row["logprobs"]) > 0
+        assert {tuple(span) for span in row["versions"]} == {(0, len(row["output_ids"]), row["iteration"])}
+
+
+def test_the_report_has_the_keys_that_scripts_rely_on(run_dir):
+    found = report(run_dir)
+    assert set(found["iterations"][0]) >= {
+        "iteration", "rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s", "waiting_ratio_start",
+        "waiting_ratio_busy", "steps", "groups_trained", "groups_dropped", "trajectories", "generated_tokens", "reward_mean",
+        "logprob_gap_mean", "logprob_gap_max",
+    }  # fmt: skip
+    assert [(e["iteration"], e["count"]) for e in found["evaluations"]] == [(0, 8), (2, 8), (3, 8)]
+    assert found["attempts"] == 2
+
+
+def test_final_weights_load_in_transformers_and_are_not_the_first_ones(run_dir):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    first = AutoModelForCausalLM.from_pretrained(run_dir / "model", dtype=torch.float32)
+    last = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
+    pairs = zip(first.state_dict().values(), last.state_dict().values())
+    assert max((a - b).abs().max().item() for a, b in pairs) > 1e-4
+
+
+def test_the_run_dir_holds_what_the_readme_says(run_dir):
+    for name in ("config.yaml", "environment.json", "report.json", "trajectories", "checkpoints/iteration-000003", "hf", "tensorboard"):
+        assert (run_dir / name).exists(), name
+
+
+@pytest.mark.timeout(400)
+def test_a_two_wide_engine_and_a_tensor_parallel_trainer_agree(tmp_path):
+    tree = real(
+        run={"iterations": 2, "seed": 5},
+        cluster={"rollout_ranks": 2, "training_ranks": 2},
+        engine={"tp": 2},
+        training={"tp": 2, "trajectories_per_step": 16},
+        rollout={"groups_per_iteration": 4, "trajectories_per_group": 4, "max_new_tokens": 24},
+    )
+    train(tmp_path / "run", tree, timeout_s=380)
+    iterations = report(tmp_path / "run")["iterations"]
+    assert len(iterations) == 2 and all(0 < i["logprob_gap_max"] < 1e-4 for i in iterations)
+
+
+# ---- how a job ends
+
+
+def started(tmp_path: Path, *overrides: str) -> tuple[subprocess.Popen[str], Path]:
+    """A job that will not end by itself soon, in its first iterations."""
+    import yaml
+
+    tree = real(run={"iterations": 500, "seed": 1})
+    path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(tree))
+    job = subprocess.Popen(
+        command(path, run_dir, *overrides), cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    log = run_dir / "attempt-1" / "events" / "rank00001.jsonl"
+    end = time.monotonic() + 150
+    while not (log.exists() and log.read_text().count('"StepDone"') >= 2):
+        assert job.poll() is None, job.stdout.read() if job.stdout else ""
+        assert time.monotonic() < end, "the job did not reach its second step"
+        time.sleep(0.1)
+    return job, run_dir
+
+
+def ends(job: subprocess.Popen[str], members: list[psutil.Process], within_s: float = 30.0) -> str:
+    """What it printed; nothing of it may be left."""
+    began = time.monotonic()
+    text, _ = job.communicate(timeout=within_s)
+    assert time.monotonic() - began < within_s
+    left = [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, left
+    return text
+
+
+def members(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(job.pid).children(recursive=True)
+    assert len(found) >= 5, found  # mpirun, two ranks, the engine's processes
+    return found
+
+
+def rank(processes: list[psutil.Process], number: int) -> psutil.Process:
+    return next(p for p in processes if p.environ().get("OMPI_COMM_WORLD_RANK") == str(number) and "rpipe.train" in " ".join(p.cmdline()))
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_job_at_a_safe_point_with_a_checkpoint_and_one_line(tmp_path, number, code):
+    job, run_dir = started(tmp_path)
+    processes = members(job)
+    os.kill(job.pid, number)
+    text = ends(job, processes)
+    assert job.returncode == code, text
+    assert list((run_dir / "checkpoints").glob("iteration-*")), text
+    assert text.count("run ended:") == 1, text
+
+
+@pytest.mark.parametrize("victim, role", [(0, "rollout"), (1, "training")])
+def test_a_killed_rank_ends_the_job_with_one_line_that_names_it(tmp_path, victim, role):
+    job, _ = started(tmp_path)
+    processes = members(job)
+    rank(processes, victim).kill()
+    text = ends(job, processes)
+    assert job.returncode == 1
+    lines = [line for line in text.splitlines() if line.startswith("run ended:")]
+    assert len(lines) == 1 and f"rank {victim}" in lines[0] and role in lines[0] and "signal 9" in lines[0], text
+
+
+def test_a_dead_engine_ends_the_job_with_one_line_that_names_it(tmp_path):
+    job, _ = started(tmp_path)
+    processes = members(job)
+    engine = next(p for p in processes if "scheduler" in " ".join(p.cmdline()) or "scheduler" in p.name())
+    engine.kill()
+    text = ends(job, processes)
+    assert job.returncode == 1
+    lines = [line for line in text.splitlines() if line.startswith("run ended:")]
+    assert len(lines) == 1 and "engine 0" in lines[0], text
