@@ -27,18 +27,15 @@ import numpy as np
 from rpipe.config import Config
 from rpipe.core.types import Version
 from rpipe.rollout.engine import Chunk, EngineError, EngineLoad, TensorSpec, TurnRequest
+from rpipe.rollout.sglang_http import LOOK_S, Connection, encode, refusal
 from rpipe.rollout.sglang_launch import server_arguments, server_environment
 from rpipe.rollout.sglang_server import SglangServer
 from rpipe.rollout.sglang_stream import Assembler, EventSplitter
 from rpipe.runtime.side_group import WEIGHTS_GROUP
 
 LAUNCHES = 3  # of a start whose port another process took
-LOOK_S = 0.1  # how often the monitor looks at the child
-COMMAND_S = 60.0
 ABORT_AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
 FLUSH_S = 10.0  # for the last request's leftovers to go
-
-_json = msgspec.json.Encoder()
 
 
 class _Stream:
@@ -86,7 +83,7 @@ class SglangEngine:
             Path(log_dir) / f"engine{index:03d}.log",
         )
         self.version: Version = 0
-        self._session: aiohttp.ClientSession | None = None
+        self._connection: Connection | None = None
         self._monitor: asyncio.Task[None] | None = None
         self._streams: dict[str, _Stream] = {}
         self._chores: set[asyncio.Task[Any]] = set()
@@ -98,6 +95,12 @@ class SglangEngine:
     @property
     def log_path(self) -> str:
         return str(self.server.log_path)
+
+    @property
+    def _http(self) -> Connection:
+        if self._connection is None:
+            raise EngineError(self.server.death() or f"{self.name}: not started")
+        return self._connection
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
@@ -122,19 +125,13 @@ class SglangEngine:
     async def _come_up(self) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.config.engine.start_deadline_s
-        self._session = aiohttp.ClientSession(
-            self.server.url,
-            headers={"Authorization": f"Bearer {self.server.key}", "Content-Type": "application/json"},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None),
-            json_serialize=lambda value: _json.encode(value).decode(),
-        )
+        connection = self._connection = Connection(self.server)
         while True:
             death = self.server.death()
             if death is not None:
                 raise EngineError(death)
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                async with self._session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+                async with connection.session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
                     if response.status == 200:
                         return
             if loop.time() > deadline:
@@ -184,9 +181,9 @@ class SglangEngine:
         self._chores.clear()
         self._streams.clear()
         self._monitor = None
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close()
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
@@ -205,8 +202,9 @@ class SglangEngine:
 
     def _open(self, request: TurnRequest) -> _Stream:
         death = self.server.death()
-        if death is not None or self._session is None:
-            raise EngineError(death or f"{self.name}: not started")
+        if death is not None:
+            raise EngineError(death)
+        connection = self._http
         if request.request_id in self._streams:
             raise EngineError(f"{self.name}: request {request.request_id} is already running")
         # SGLang aborts every request whose id *begins* with the given one: a serial number of fixed width comes first.
@@ -215,19 +213,18 @@ class SglangEngine:
         if not self._streams:
             self._progress_t = asyncio.get_running_loop().time()
         self._streams[request.request_id] = stream
-        stream.pump = asyncio.create_task(self._pump(stream, _json.encode(_body(stream.rid, request))))
+        stream.pump = asyncio.create_task(self._pump(connection, stream, encode(_body(stream.rid, request))))
         stream.pump.add_done_callback(self._chores.discard)
         return stream
 
-    async def _pump(self, stream: _Stream, body: bytes) -> None:
+    async def _pump(self, connection: Connection, stream: _Stream, body: bytes) -> None:
         """Move the server's events into the stream; any failure ends the stream."""
-        assert self._session is not None
         loop = asyncio.get_running_loop()
         splitter = EventSplitter()
         try:
-            async with self._session.post("/generate", data=body) as response:
+            async with connection.session.post("/generate", data=body) as response:
                 if response.status != 200:
-                    raise EngineError(_reason(response.status, await response.read()))
+                    raise EngineError(refusal(response.status, await response.read()))
                 async for data in response.content.iter_any():
                     for event in splitter.feed(data):
                         if not stream.ended.is_set():
@@ -240,8 +237,7 @@ class SglangEngine:
         except EngineError as error:
             stream.fail(f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}")
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, msgspec.MsgspecError, ValueError) as error:
-            await asyncio.sleep(2 * LOOK_S)  # a dying child loses its connections first; its own last words say more
-            stream.fail(self.server.death() or f"{self.name}: connection lost: {error!r}; see {self.log_path}")
+            stream.fail(await connection.lost(error))
 
     def _close(self, request_id: str, stream: _Stream) -> None:
         if self._streams.get(request_id) is stream:
@@ -253,7 +249,8 @@ class SglangEngine:
             return
         stream.ended.set()
         stream.pump.cancel()
-        self._chore(self._post("/abort_request", {"rid": stream.rid}))
+        if self._connection is not None:
+            self._chore(self._connection.post("/abort_request", {"rid": stream.rid}))
 
     def _chore(self, work: Any) -> None:
         async def quietly() -> None:
@@ -269,7 +266,7 @@ class SglangEngine:
         if stream is None:
             return
         for wait_s in ABORT_AGAIN_S:  # the server ignores the abort of a request that it has not taken in yet
-            await self._post("/abort_request", {"rid": stream.rid})
+            await self._http.post("/abort_request", {"rid": stream.rid})
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(stream.ended.wait(), wait_s)
             if stream.ended.is_set():
@@ -282,20 +279,20 @@ class SglangEngine:
         """Running requests go back to the queue and keep their tokens; their KV cache is computed again on `resume`, so
         weights may change in between. (SGLang's "in_place" keeps the cache, and then refuses to flush it.) SGLang's
         scheduler spins while paused: it costs a core."""
-        await self._post("/pause_generation", {"mode": "retract"})
+        await self._http.post("/pause_generation", {"mode": "retract"})
         self._paused = True
 
     async def resume(self) -> None:
-        await self._post("/continue_generation", {})
+        await self._http.post("/continue_generation", {})
         self._paused = False
         self._progress_t = asyncio.get_running_loop().time()
 
     async def flush_cache(self) -> None:
         # With a timeout SGLang waits until nothing is queued, without one it ignores what waits for the end of a pause.
-        await self._post("/flush_cache" if self._paused else f"/flush_cache?timeout={FLUSH_S}", None)
+        await self._http.post("/flush_cache" if self._paused else f"/flush_cache?timeout={FLUSH_S}", None)
 
     async def load(self) -> EngineLoad:
-        answer = await self._call("GET", "/v1/loads?include=core", None, COMMAND_S)
+        answer = await self._http.call("GET", "/v1/loads?include=core", None)
         core = msgspec.json.decode(answer)["loads"]
         return EngineLoad(
             running=sum(c["num_running_reqs"] for c in core),
@@ -306,10 +303,10 @@ class SglangEngine:
 
     async def healthy(self) -> bool:
         """Whether it generates a token now; while paused, whether the server answers."""
-        if self.server.death() is not None or self._session is None:
+        if self.server.death() is not None:
             return False
         with contextlib.suppress(EngineError):
-            await self._call("GET", "/health" if self._paused else "/health_generate", None, COMMAND_S)
+            await self._http.call("GET", "/health" if self._paused else "/health_generate", None)
             return True
         return False
 
@@ -318,7 +315,7 @@ class SglangEngine:
     async def join_update_group(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
         if self._joined:  # an engine beside this one was restarted, and the group is made anew
             self._joined = False
-            await self._post("/destroy_weights_update_group", {"group_name": WEIGHTS_GROUP})
+            await self._http.post("/destroy_weights_update_group", {"group_name": WEIGHTS_GROUP})
         body = {
             "master_address": address,
             "master_port": port,
@@ -327,11 +324,11 @@ class SglangEngine:
             "group_name": WEIGHTS_GROUP,
             "backend": backend,
         }
-        await self._post("/init_weights_update_group", body, self.config.limits.collective_s)
+        await self._http.post("/init_weights_update_group", body, self.config.limits.collective_s)
         self._joined = True
 
     async def begin_update(self) -> None:
-        await self._post_if_there("/begin_weight_update")
+        await self._http.post("/begin_weight_update", {}, if_there=True)  # SGLang before 0.5.22 has no such session
 
     async def receive_bucket(self, tensors: Sequence[TensorSpec]) -> None:
         body = {
@@ -341,25 +338,21 @@ class SglangEngine:
             "group_name": WEIGHTS_GROUP,
             "flush_cache": False,
         }
-        await self._post("/update_weights_from_distributed", body, self.config.limits.collective_s)
+        await self._http.post("/update_weights_from_distributed", body, self.config.limits.collective_s)
 
     async def end_update(self, version: Version) -> None:
-        await self._post_if_there("/end_weight_update")
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        await self._http.post("/end_weight_update", {}, if_there=True)
+        await self._http.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         await self.flush_cache()
         self.version = version
 
-    async def _post_if_there(self, path: str) -> None:
-        """Versions of SGLang before 0.5.22 have no such session."""
-        await self._call("POST", path, {}, COMMAND_S, absent_is_fine=True)
-
     async def release_memory(self) -> None:
         self._wants_memory_saver()
-        await self._post("/release_memory_occupation", {})
+        await self._http.post("/release_memory_occupation", {})
 
     async def resume_memory(self) -> None:
         self._wants_memory_saver()
-        await self._post("/resume_memory_occupation", {})
+        await self._http.post("/resume_memory_occupation", {})
 
     def _wants_memory_saver(self) -> None:
         """Without the saver SGLang says yes and keeps everything."""
@@ -368,47 +361,6 @@ class SglangEngine:
                 f"{self.name}: SGLang gives memory back only with engine.options.enable_memory_saver = true"
                 f" (torch_memory_saver, CUDA); here on {self.config.cluster.accelerator} it is not set"
             )
-
-    # ---- HTTP -------------------------------------------------------------------------------------------------------
-
-    async def _post(self, path: str, body: dict[str, Any] | None, bound_s: float = COMMAND_S) -> None:
-        await self._call("POST", path, body, bound_s)
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, bound_s: float, absent_is_fine: bool = False
-    ) -> bytes:
-        if self._session is None:
-            raise EngineError(f"{self.name}: not started")
-        data = None if body is None else _json.encode(body)
-        request = asyncio.ensure_future(self._exchange(self._session, method, path, data, absent_is_fine))
-        deadline = asyncio.get_running_loop().time() + bound_s
-        try:
-            while not request.done():
-                await asyncio.wait((request,), timeout=LOOK_S)
-                if request.done():
-                    break
-                death = self.server.death()
-                if death is not None:
-                    raise EngineError(death)
-                if asyncio.get_running_loop().time() > deadline:
-                    raise EngineError(f"{self.name}: no answer to {path} within {bound_s:g} s; see {self.log_path}")
-            return request.result()
-        except (aiohttp.ClientError, OSError) as error:
-            await asyncio.sleep(2 * LOOK_S)
-            raise EngineError(
-                self.server.death() or f"{self.name}: {path}: connection lost: {error!r}; see {self.log_path}"
-            ) from None
-        finally:
-            request.cancel()
-
-    async def _exchange(
-        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None, absent_is_fine: bool
-    ) -> bytes:
-        async with session.request(method, path, data=data) as response:
-            answer = await response.read()
-            if response.status == 200 or (response.status == 404 and absent_is_fine):
-                return answer
-            raise EngineError(f"{self.name}: {path}: {_reason(response.status, answer)}; see {self.log_path}")
 
 
 def _body(rid: str, request: TurnRequest) -> dict[str, Any]:
@@ -432,14 +384,3 @@ def _body(rid: str, request: TurnRequest) -> dict[str, Any]:
         "stream": True,
         "priority": request.priority,
     }
-
-
-def _reason(status: int, answer: bytes) -> str:
-    """The server's own words for a refusal, in whatever form it chose."""
-    text = answer.decode(errors="replace").strip()
-    with contextlib.suppress(msgspec.DecodeError):
-        value = msgspec.json.decode(answer)
-        while isinstance(value, dict) and value:
-            value = next((value[k] for k in ("message", "error", "detail") if k in value), str(value))
-        text = str(value)
-    return f"refused ({status}): {text[:300]}"

@@ -246,7 +246,7 @@ def test_released_memory_must_be_taken_back_and_filled_before_the_next_request()
 TRAINER = """
 import sys, torch, torch.distributed as dist
 from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, side_group
-group = side_group("127.0.0.1", int(sys.argv[1]), 2, 0, WEIGHTS_GROUP, timeout_s=30)
+group = side_group("127.0.0.1", int(sys.argv[1]), 2, 0, WEIGHTS_GROUP, timeout_s=90)
 for tensor in (torch.arange(6.0).reshape(2, 3), torch.ones(5, dtype=torch.bfloat16)):
     dist.broadcast(tensor, src=0, group=group)
 leave(group)
@@ -262,9 +262,9 @@ def test_it_joins_the_real_broadcast_beside_any_default_world(default_world):
     trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(port)], env=environment)
 
     async def work(clock: VirtualClock) -> None:
-        e = engine(clock, {"a": 5}, collective_s=30.0)
+        e = engine(clock, {"a": 5}, collective_s=90.0)
         await e.start()
-        for _ in range(200):  # a client that comes before the store backs off for seconds
+        for _ in range(600):  # a client that comes before the store backs off for seconds
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
@@ -275,8 +275,8 @@ def test_it_joins_the_real_broadcast_beside_any_default_world(default_world):
         await e.stop()
 
     try:
-        asyncio.run(asyncio.wait_for(work(VirtualClock()), 45))
-        assert trainer.wait(10) == 0
+        asyncio.run(asyncio.wait_for(work(VirtualClock()), 120))
+        assert trainer.wait(60) == 0
         if default_world == "none":  # and the default world can still be made
             dist.init_process_group("gloo", **world)
         assert dist.get_world_size() == 1
