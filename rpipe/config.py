@@ -143,7 +143,9 @@ class Admission(Section):
     policy: Literal["fifo", "frontier"] = "frontier"
     frontier_groups: Count = 2  # F_w
     backfill: Literal["none", "kv_budget"] = "none"
-    backfill_tokens: Annotated[int, Field(ge=0)] = 0  # kv_budget: deferred groups enter while all in service may need at most this many KV tokens
+    backfill_tokens: Annotated[int, Field(ge=0)] = (
+        0  # kv_budget: deferred groups enter while all in service may need at most this many KV tokens
+    )
 
 
 class Placement(Section):
@@ -275,13 +277,17 @@ def _problems(c: Config) -> list[str]:
     r, k, b = c.rollout.groups_per_iteration, c.rollout.trajectories_per_group, c.training.trajectories_per_step
     if b % k:
         down = max(k, b // k * k)
-        found.append(f"training.trajectories_per_step = {b} is not a whole number of groups of K = {k}; nearest: {down}, {(b // k + 1) * k}")
+        found.append(
+            f"training.trajectories_per_step = {b} is not a whole number of groups of K = {k};"
+            f" nearest: {down}, {(b // k + 1) * k}"
+        )
     elif r * k % b:
         fits = [u * k for u in range(1, r + 1) if r % u == 0]
         below = [x for x in fits if x < b][-1:]
         above = [x for x in fits if x > b][:1]
         found.append(
-            f"training.trajectories_per_step = {b} does not divide R x K = {r} x {k} = {r * k}; nearest: {', '.join(map(str, below + above))}"
+            f"training.trajectories_per_step = {b} does not divide R x K = {r} x {k} = {r * k};"
+            f" nearest: {', '.join(map(str, below + above))}"
         )
     lockstep = c.training.tp * c.training.pp * c.training.cp
     if c.cluster.training_ranks % lockstep:
@@ -290,16 +296,21 @@ def _problems(c: Config) -> list[str]:
             f" {c.training.tp} x {c.training.pp} x {c.training.cp} x dp; wanted: a multiple of {lockstep}"
         )
     if c.cluster.rollout_ranks % c.engine.tp:
-        found.append(f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}")
+        found.append(
+            f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}"
+        )
     if c.pipeline.mode == "exact" and c.training.packing == "global":
         found.append("pipeline.mode = exact wants training.packing = group (a micro-batch must not depend on arrival)")
     if c.pipeline.max_staleness:
-        found.append("pipeline.max_staleness = %d: only 0 (on-policy) is built" % c.pipeline.max_staleness)
+        found.append(f"pipeline.max_staleness = {c.pipeline.max_staleness}: only 0 (on-policy) is built")
     if c.evaluation.prompts and c.data.held_out is None:
         found.append(f"evaluation.prompts = {c.evaluation.prompts} wants data.held_out")
     wants = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[c.cluster.accelerator]
     if c.backend not in ("gloo", wants):
-        found.append(f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator}; wanted: gloo or {wants}")
+        found.append(
+            f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"
+            f" wanted: gloo or {wants}"
+        )
     return found
 
 
@@ -335,7 +346,9 @@ def _sentence(error: Any) -> str:
             section = _section(section, str(part))
         names = list(section.model_fields) if section is not None else []
         close = difflib.get_close_matches(str(error["loc"][-1]), names, 1)
-        return f"{key}: unknown key" + (f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}" if names else "")
+        return f"{key}: unknown key" + (
+            f"; did you mean {close[0]}?" if close else f"; known here: {', '.join(names)}" if names else ""
+        )
     if error["type"] == "missing":
         return f"{key}: missing"
     message = error["msg"].removeprefix("Value error, ")

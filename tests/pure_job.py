@@ -94,22 +94,33 @@ class PureJob:
             case e.ConfirmWeights():
                 self._to_training.append(e.WeightsPublished(t=t, version=c.version, started_t=t, nbytes=1))
             case e.RequestRollout():
-                first, count, samples = (c.iteration * self.groups, self.groups, self.samples) if c.purpose == "train" else (-3, 3, 1)
+                first, count, samples = (
+                    (c.iteration * self.groups, self.groups, self.samples) if c.purpose == "train" else (-3, 3, 1)
+                )
                 specs = tuple(e.GroupSpec(first + i, 4) for i in range(count))
                 self._to_rollout.append(
                     e.RolloutRequested(
-                        t=t, iteration=c.iteration, version=c.version, purpose=c.purpose, trajectories_per_group=samples, groups=specs
+                        t=t,
+                        iteration=c.iteration,
+                        version=c.version,
+                        purpose=c.purpose,
+                        trajectories_per_group=samples,
+                        groups=specs,
                     )
                 )
             case e.SendTurn():
                 self._loose.append(self.finished(c, "stop"))
             case e.AbortTurn():
-                index = next(i for i, x in enumerate(self._loose) if isinstance(x, e.TurnFinished) and x.trajectory == c.trajectory)
+                index = next(
+                    i for i, x in enumerate(self._loose) if isinstance(x, e.TurnFinished) and x.trajectory == c.trajectory
+                )
                 del self._loose[index]
                 turn = e.SendTurn(trajectory=c.trajectory, engine=c.engine, priority=0, version=self.rollout.version)
                 self._loose.append(self.finished(turn, "abort"))
             case e.ScoreTrajectory():
-                self._loose.append(e.TrajectoryScored(t=t, trajectory=c.trajectory, reward=self.reward(c.trajectory), started_t=t))
+                self._loose.append(
+                    e.TrajectoryScored(t=t, trajectory=c.trajectory, reward=self.reward(c.trajectory), started_t=t)
+                )
             case e.SendGroup():
                 tokens = tuple(4 + self.length(TrajectoryId(c.group, s)) for s in range(self.samples))
                 self._to_training.append(
@@ -123,7 +134,11 @@ class PureJob:
             case e.EndRollout():
                 self._to_training.append(
                     e.RolloutEnded(
-                        t=t, iteration=c.iteration, version=c.version, groups_sent=c.groups_sent, groups_dropped=c.groups_dropped
+                        t=t,
+                        iteration=c.iteration,
+                        version=c.version,
+                        groups_sent=c.groups_sent,
+                        groups_dropped=c.groups_dropped,
                     )
                 )
             case _:

@@ -137,7 +137,7 @@ class RolloutCoordinator:
             return f"engines {sorted(self._updating)} to hold weights of version {self.version}"
         if self._running:
             trajectory, record = next(iter(self._running.items()))
-            return f"trajectory {trajectory.group}.{trajectory.sample} on engine {record.engine} (and {len(self._running) - 1} others)"
+            return f"trajectory {trajectory} on engine {record.engine} (and {len(self._running) - 1} others)"
         unscored = [g.group for g in self.groups.values() if g.state is GroupState.SERVED]
         if unscored:
             return f"the rewards of group {unscored[0]}"
@@ -222,7 +222,7 @@ class RolloutCoordinator:
         trajectory = event.trajectory
         if event.version != self.version:
             raise OffPolicy(
-                f"trajectory {trajectory.group}.{trajectory.sample}: engine {event.engine} sampled under version {event.version},"
+                f"trajectory {trajectory}: engine {event.engine} sampled under version {event.version},"
                 f" the rollout's is {self.version}"
             )
         group = self.groups[trajectory.group]
@@ -258,13 +258,13 @@ class RolloutCoordinator:
             group.become(GroupState.DROPPED)
             self._dropped += 1
             return [
-                DropGroup(group=group.group, order=group.order, iteration=self.iteration, rewards=rewards, reason="zero variance")
+                DropGroup(
+                    group=group.group, order=group.order, iteration=self.iteration, rewards=rewards, reason="zero variance"
+                )
             ]
         group.become(GroupState.SENT)
         self._sent += 1
-        self._unreceived_bytes[group.group] = (
-            group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
-        )
+        self._unreceived_bytes[group.group] = group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
         credited = shuffled(rewards, group.group) if self.settings.shuffle_rewards else rewards
         return [
             SendGroup(

@@ -146,7 +146,9 @@ class TrainingCoordinator:
     def _arrived(self, event: GroupArrived) -> None:
         self._current(event.iteration, event.group)
         if event.version != self.version:
-            raise OffPolicy(f"group {event.group} was sampled under version {event.version}; the trainer publishes {self.version}")
+            raise OffPolicy(
+                f"group {event.group} was sampled under version {event.version}; the trainer publishes {self.version}"
+            )
         self._fifo.append(event)
         if self.settings.mode != "fifo":
             self._fifo.sort(key=lambda g: g.order)
@@ -207,7 +209,9 @@ class TrainingCoordinator:
 
         Exact and serial: share r is replica r's, so that owners and packing depend on the trajectories alone.
         """
-        units = [items] if self.settings.span_groups else [list(unit) for _, unit in groupby(items, key=lambda item: item.group)]
+        units = (
+            [items] if self.settings.span_groups else [list(unit) for _, unit in groupby(items, key=lambda item: item.group)]
+        )
         commands: list[TrainingCommand] = []
         for unit in units:
             for replica, share in enumerate(owners(unit, self.settings.replicas)):
@@ -250,7 +254,11 @@ class TrainingCoordinator:
         self._skipped_in_row = self._skipped_in_row + 1 if event.skipped else 0
         if self._skipped_in_row >= self.settings.stop_after_skipped_steps:
             self.done = True
-            return [StopTraining(reason=f"gradients were not finite in {self._skipped_in_row} steps in a row, the last is step {event.step}")]
+            return [
+                StopTraining(
+                    reason=f"gradients were not finite in {self._skipped_in_row} steps in a row, the last is step {event.step}"
+                )
+            ]
         return self._advance()
 
     # ---- between iterations
@@ -271,7 +279,9 @@ class TrainingCoordinator:
         assert event.version == self.version
         every = self.settings.checkpoint_every_iterations
         last = self.version == self.settings.iterations
-        if self.version != self._saved_version and (last or self._stop or (every and self.version and self.version % every == 0)):
+        if self.version != self._saved_version and (
+            last or self._stop or (every and self.version and self.version % every == 0)
+        ):
             return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
         return self._saved() if last else self._advance()
 

@@ -2,8 +2,8 @@
 
 Two coordinators, each a state machine `on(event) -> list[Command]`. Everything they see is an event below and everything
 they want done is a command below; both are immutable, typed, and go to the event log as they are (`kind` names the
-type). `t` is seconds since the job's start, on the rollout coordinator's clock. Payloads (token ids, tensors) stay with the drivers;
-here are ids, counts and times only.
+type). `t` is seconds since the job's start, on the rollout coordinator's clock. Payloads (token ids, tensors) stay with the
+drivers; here are ids, counts and times only.
 """
 
 from __future__ import annotations
@@ -255,7 +255,9 @@ class StepDone(Event, frozen=True):
     entropy: float | None
     clip_fraction: float | None
     kl: float | None
-    logprob_gap_mean: float | None  # |engine - trainer|; meaningful on an iteration's first step, when both hold the same weights
+    logprob_gap_mean: (
+        float | None
+    )  # |engine - trainer|; meaningful on an iteration's first step, when both hold the same weights
     logprob_gap_max: float | None
     trained_tokens: int
 
@@ -326,11 +328,40 @@ class StopTraining(Command, frozen=True):
     reason: str = ""
 
 
-RolloutEvent = RolloutRequested | TurnFinished | TrajectoryScored | GroupReceived | WeightsOffered | EngineUpdated | DeadlinePassed | StopRequested
-TrainingEvent = StopRequested | TrainerReady | GroupArrived | GroupDropped | RolloutEnded | MicroBatchDone | StepDone | WeightsPublished | CheckpointSaved
+RolloutEvent = (
+    RolloutRequested
+    | TurnFinished
+    | TrajectoryScored
+    | GroupReceived
+    | WeightsOffered
+    | EngineUpdated
+    | DeadlinePassed
+    | StopRequested
+)
+TrainingEvent = (
+    StopRequested
+    | TrainerReady
+    | GroupArrived
+    | GroupDropped
+    | RolloutEnded
+    | MicroBatchDone
+    | StepDone
+    | WeightsPublished
+    | CheckpointSaved
+)
 RolloutCommand = (
-    UpdateEngine | SendTurn | AbortTurn | ScoreTrajectory | ServingComplete | SendGroup | DropGroup | EndRollout | EndEvaluation
-    | ConfirmWeights | RequestRollout | FinishRun
+    UpdateEngine
+    | SendTurn
+    | AbortTurn
+    | ScoreTrajectory
+    | ServingComplete
+    | SendGroup
+    | DropGroup
+    | EndRollout
+    | EndEvaluation
+    | ConfirmWeights
+    | RequestRollout
+    | FinishRun
 )
 TrainingCommand = BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining
 AnyEvent = RolloutEvent | TrainingEvent

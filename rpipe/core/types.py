@@ -25,6 +25,9 @@ class TrajectoryId(NamedTuple):
     group: GroupId
     sample: int  # 0 .. K-1
 
+    def __str__(self) -> str:
+        return f"{self.group}.{self.sample}"
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -101,7 +104,9 @@ class Sequences:
             lengths=prompts + outputs,
             prompt_lengths=prompts,
             token_ids=np.concatenate([x for t in trajectories for x in (t.prompt_ids, t.output_ids)]).astype(np.int32),
-            loss_mask=np.concatenate([x for p, n in zip(prompts, outputs) for x in (np.zeros(p, np.uint8), np.ones(n, np.uint8))]),
+            loss_mask=np.concatenate(
+                [x for p, n in zip(prompts, outputs) for x in (np.zeros(p, np.uint8), np.ones(n, np.uint8))]
+            ),
             advantages=np.array(advantages, np.float32),
             rewards=np.array(rewards, np.float32),
             logprobs=np.concatenate([x for b, t in zip(blank, trajectories) for x in (b, t.logprobs)]).astype(np.float32),

@@ -259,7 +259,7 @@ class RolloutDriver:
         versions = {version for _, _, version in done.versions}
         if versions - {self.coordinator.version}:
             raise OffPolicy(
-                f"trajectory {event.trajectory.group}.{event.trajectory.sample} holds tokens of versions {sorted(versions)};"
+                f"trajectory {event.trajectory} holds tokens of versions {sorted(versions)};"
                 f" the rollout's is {self.coordinator.version}"
             )
         held.engines[event.trajectory.sample] = event.engine
@@ -363,9 +363,7 @@ class RolloutDriver:
         ).reshape(-1, 4)
         data = pack(sequences, spans)
         tokens = tuple(int(n) for n in sequences.lengths)
-        self._to_trainer(
-            GroupHeader(command.group, command.order, command.iteration, command.version, tokens, len(data))
-        )
+        self._to_trainer(GroupHeader(command.group, command.order, command.iteration, command.version, tokens, len(data)))
         self._sent[command.group] = self._channel.send(data, CHANNEL_TRAINER)
         self._record(held, command.group, command.iteration, command.advantages)
 
@@ -410,6 +408,8 @@ class RolloutDriver:
 class RolloutData:
     """Prompts in their order, and the way back from ids to text."""
 
-    def __init__(self, train: Any, held_out: list[Prompt], order: Order, reward_functions: Any, decode: Callable[[list[int]], str]):
+    def __init__(
+        self, train: Any, held_out: list[Prompt], order: Order, reward_functions: Any, decode: Callable[[list[int]], str]
+    ):
         self.train, self.held_out, self.order = train, held_out, order
         self.reward_functions, self.decode = reward_functions, decode

@@ -50,7 +50,7 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
         return await serve(config, mailbox, owner)
     assert owner is not None
     device = devices.select(config.cluster.accelerator) if config.backend != "gloo" else devices.select("cpu")
-    meet = partial(side_group, *where, 2, 0, "groups", config.backend, config.limits.start_s, store)
+    meet = partial(side_group, where[0], where[1], 2, 0, "groups", config.backend, config.limits.start_s, store)
     group = asyncio.create_task(asyncio.to_thread(meet))
     dump = TrajectoryDump(run_dir.trajectories)
     terminal = os.environ.get("RPIPE_TERMINAL") == "1"

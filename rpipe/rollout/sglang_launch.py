@@ -107,6 +107,8 @@ def server_environment(config: Config, devices: tuple[int, ...] | None, inherite
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * config.engine.tp),
             "OMP_NUM_THREADS": str(threads),
             "TORCHDYNAMO_DISABLE": "1",
+            # A CUDA build of torch brings NCCL along, and SGLang would talk to it from CPU tensors when tp > 1.
+            "SGLANG_NCCL_SO_PATH": "/nonexistent/no-nccl-on-cpu",
         }
     if devices is not None:
         visible = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[config.cluster.accelerator]

@@ -92,7 +92,9 @@ class Watch:
                     )
             case EndEvaluation():
                 self._held_out = what.reward_mean
-                self._progress.line(f"held-out reward after {what.iteration} iterations: {what.reward_mean:.3f} ({what.count} prompts)")
+                self._progress.line(
+                    f"held-out reward after {what.iteration} iterations: {what.reward_mean:.3f} ({what.count} prompts)"
+                )
                 self._scalars.write(what.iteration, {"held_out/reward": what.reward_mean})
             case UpdateEngine(engine=0):
                 self._phase = "publishing"

@@ -20,7 +20,7 @@ import numpy as np
 
 from rpipe.config import Config
 from rpipe.core.events import EngineUpdated, TurnFinished
-from rpipe.core.types import TrajectoryId, Version
+from rpipe.core.types import Version
 from rpipe.rollout.engine import Engine, EngineError, Sampling, TensorSpec, TurnRequest
 from rpipe.runtime.messages import (
     AnyMessage,
@@ -34,10 +34,6 @@ from rpipe.runtime.messages import (
     TurnDone,
     WeightsLoaded,
 )
-
-
-def request_id(trajectory: TrajectoryId) -> str:
-    return f"{trajectory.group}.{trajectory.sample}"
 
 
 class EngineOwner:
@@ -60,7 +56,7 @@ class EngineOwner:
             case StartTurn():
                 self._begin(self._turn(message))
             case CancelTurn():
-                self._begin(self.engine.abort(request_id(message.trajectory)))
+                self._begin(self.engine.abort(str(message.trajectory)))
             case Join():
                 self._begin(self._join(message))
             case LoadWeights():
@@ -113,7 +109,7 @@ class EngineOwner:
     async def _turn(self, message: StartTurn) -> None:
         trajectory, rollout = message.command.trajectory, self._config.rollout
         request = TurnRequest(
-            request_id=request_id(trajectory),
+            request_id=str(trajectory),
             token_ids=np.frombuffer(message.token_ids, np.int32).tolist(),
             sampling=Sampling(
                 max_new_tokens=message.max_new_tokens,

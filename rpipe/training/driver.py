@@ -117,7 +117,9 @@ class TrainingDriver:
                     return work.command.reason
             else:
                 self._tell_state(busy=False)
-                self._mailbox.check_silence(self.config.limits.message_s, self.coordinator.waiting_for() or "a replica's micro-batch")
+                self._mailbox.check_silence(
+                    self.config.limits.message_s, self.coordinator.waiting_for() or "a replica's micro-batch"
+                )
                 time.sleep(POLL_S)
 
     def _step(self, event: TrainingEvent) -> None:

@@ -41,7 +41,7 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
     where = world.comm.bcast(None)
     with ThreadPoolExecutor(1) as pool:
         channel_device = devices.select("cpu") if config.backend == "gloo" else device
-        meet = partial(side_group, *where, 2, 1, "groups", config.backend, config.limits.start_s)
+        meet = partial(side_group, where[0], where[1], 2, 1, "groups", config.backend, config.limits.start_s)
         group = pool.submit(meet) if world.is_coordinator else None
         trainer = build(config, run_dir)
         start = resume(config, world, run_dir, trainer, log)
@@ -90,7 +90,9 @@ def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer) -> float:
     tokenizer = load_tokenizer(model_dir(config, run_dir))
     prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, Path.cwd())
     plan = config.model.warm_up
-    batches = supervised_batches(prompts, tokenizer, tokenizer.eos_token_id, plan.sequences_per_step, plan.steps, config.run.seed)
+    batches = supervised_batches(
+        prompts, tokenizer, tokenizer.eos_token_id, plan.sequences_per_step, plan.steps, config.run.seed
+    )
     return trainer.warm_up(batches, plan.learning_rate, config.training.micro_batch_tokens)
 
 

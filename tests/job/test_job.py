@@ -94,7 +94,15 @@ def test_final_weights_load_in_transformers_and_are_not_the_first_ones(run_dir):
 
 
 def test_the_run_dir_holds_what_the_readme_says(run_dir):
-    for name in ("config.yaml", "environment.json", "report.json", "trajectories", "checkpoints/iteration-000003", "hf", "tensorboard"):
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "report.json",
+        "trajectories",
+        "checkpoints/iteration-000003",
+        "hf",
+        "tensorboard",
+    ):
         assert (run_dir / name).exists(), name
 
 
@@ -152,7 +160,11 @@ def members(job: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def rank(processes: list[psutil.Process], number: int) -> psutil.Process:
-    return next(p for p in processes if p.environ().get("OMPI_COMM_WORLD_RANK") == str(number) and "rpipe.train" in " ".join(p.cmdline()))
+    return next(
+        p
+        for p in processes
+        if p.environ().get("OMPI_COMM_WORLD_RANK") == str(number) and "rpipe.train" in " ".join(p.cmdline())
+    )
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -29,7 +29,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("serial-2", "serial", "fifo", 2), ("exact-2", "exact", "frontier", 2), ("fifo-2", "fifo", "frontier", 2),
     ]:  # fmt: skip
         found[name] = folder / name
-        tree = config(cluster={"rollout_ranks": 1, "training_ranks": replicas}, pipeline={"mode": mode}, admission={"policy": policy})
+        tree = config(
+            cluster={"rollout_ranks": 1, "training_ranks": replicas}, pipeline={"mode": mode}, admission={"policy": policy}
+        )
         train(found[name], tree)
     return found
 

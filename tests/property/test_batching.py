@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,5 +39,5 @@ def test_packing_keeps_order_loses_nothing_and_exceeds_the_budget_only_alone(tok
 @given(lengths, st.integers(1, 6_000))
 def test_no_two_neighbours_would_have_fitted_together(tokens, budget):
     packed = pack(items(tokens), budget)
-    for left, right in zip(packed, packed[1:]):
+    for left, right in pairwise(packed):
         assert sum(i.tokens for i in left) + right[0].tokens > budget

@@ -34,7 +34,10 @@ def choice(data: st.DataObject):
 def test_every_trajectory_is_sampled_scored_and_trained_once(data, mode, width, span, replicas):
     run = job(choice(data), mode, width, span and mode != "exact", replicas, evaluate=True)
     trained = Counter(
-        TrajectoryId(s.group, sample) for c in run.training_commands(e.TrainMicroBatch) for s in c.slices for sample in s.samples
+        TrajectoryId(s.group, sample)
+        for c in run.training_commands(e.TrainMicroBatch)
+        for s in c.slices
+        for sample in s.samples
     )
     wanted = {TrajectoryId(g, s) for g in range(12) for s in range(4)}
     assert trained == Counter(wanted)
@@ -79,7 +82,7 @@ def test_exact_mode_accumulates_what_serial_does_in_the_same_order_on_the_same_r
 def test_a_hard_frontier_never_serves_more_groups_than_its_width(data, width):
     run = job(choice(data), width=width)
     open_groups: set[int] = set()
-    for event, commands in run.rollout_history:
+    for _, commands in run.rollout_history:
         for c in commands:
             if isinstance(c, e.SendTurn):
                 open_groups.add(c.trajectory.group)
@@ -118,7 +121,7 @@ def test_a_stop_at_any_moment_ends_the_run_with_a_checkpoint_of_whole_iterations
     made.run()
     assert made.training.done and made.rollout.done
     saved = made.training_commands(e.SaveCheckpoint)
-    steps = [s for s in made.training_commands(e.FinishStep)]
+    steps = made.training_commands(e.FinishStep)
     assert saved, "a stop saves what there is"
     assert len(steps) == 3 * saved[-1].iteration, "a checkpoint holds whole iterations"
 
