@@ -11,10 +11,12 @@ be the training set shifted by one.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import subprocess
 import sys
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 from rpipe.data.child import child_environment
@@ -68,15 +70,30 @@ def entry_again(recipe: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return dataset, dataset[recipe["index"]]
 
 
+class _NoPycosat(ModuleType):
+    """Stands in for the SAT solver that has no wheel: only the zebra puzzles call it, and they then say why they cannot."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"pycosat.{name}: pycosat is not installed (it has no wheel and wants a C compiler)")
+
+
+def _import_reasoning_gym() -> Any:
+    """reasoning_gym imports every generator's needs at once, pycosat among them."""
+    if "pycosat" not in sys.modules and importlib.util.find_spec("pycosat") is None:
+        sys.modules["pycosat"] = _NoPycosat("pycosat")
+    return importlib.import_module("reasoning_gym")
+
+
 @lru_cache(maxsize=16)
 def _dataset(name: str, options: str, size: int, seed: int) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(options))
+    return _import_reasoning_gym().create_dataset(name, size=size, seed=seed, **json.loads(options))
 
 
 def _make(recipe: dict[str, Any]) -> dict[str, Any]:
     try:
+        _import_reasoning_gym()
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         return {"error": f"kind = reasoning_gym: {error}; wanted: pip install reasoning-gym"}

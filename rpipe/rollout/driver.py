@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -49,6 +50,7 @@ from rpipe.core.events import (
 )
 from rpipe.core.types import GroupId, Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
 from rpipe.data.order import Order
+from rpipe.data.prompts import PromptSet
 from rpipe.policy.admission import Admission, Fifo, Frontier
 from rpipe.policy.advantage import ADVANTAGES
 from rpipe.policy.placement import GroupAffine, LeastLoaded
@@ -112,6 +114,18 @@ def settings(config: Config) -> RolloutSettings:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class RolloutData:
+    """Prompts in their order, and the way back from ids to text."""
+
+    train: PromptSet
+    held_out: list[Prompt]
+    order: Order
+    reward_functions: dict[str, str]  # name -> where it was asked for
+    decode: Callable[[list[int]], str]
+    notes: list[str]  # what a person should know of the prompts
+
+
 class HeldGroup:
     """The payload of one group: its prompt and what came back so far."""
 
@@ -128,6 +142,8 @@ class HeldGroup:
 
 
 class RolloutDriver:
+    """`run` is the whole rollout role; see the module's table of waits."""
+
     def __init__(
         self,
         config: Config,
@@ -403,13 +419,3 @@ class RolloutDriver:
 
     def _to_trainer(self, message: Message) -> None:
         self._mailbox.send(self._world.training_coordinator, message)
-
-
-class RolloutData:
-    """Prompts in their order, and the way back from ids to text."""
-
-    def __init__(
-        self, train: Any, held_out: list[Prompt], order: Order, reward_functions: Any, decode: Callable[[list[int]], str]
-    ):
-        self.train, self.held_out, self.order = train, held_out, order
-        self.reward_functions, self.decode = reward_functions, decode

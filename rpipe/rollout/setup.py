@@ -56,6 +56,8 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
     terminal = os.environ.get("RPIPE_TERMINAL") == "1"
     columns = int(os.environ.get("COLUMNS", "0")) or None
     watch = Watch(config, Progress(terminal, columns), Scalars(run_dir.tensorboard))
+    for note in data.notes:
+        watch.say(note)
     try:
         driver = RolloutDriver(config, world, log, mailbox, Channel(await group, device), data, dump, watch)
         return await driver.run(owner)
@@ -97,6 +99,7 @@ def load(config: Config, run_dir: RunDir) -> RolloutData:
         order=Order(len(train), config.run.seed, config.data.shuffle),
         reward_functions=rewards,
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        notes=[s.note for s in (train, held_out) if s is not None and s.note],
     )
 
 

@@ -131,12 +131,22 @@ class Watch:
                 trajectories_done=tally.scored,
                 trajectories_total=tally.trajectories,
                 tokens_per_s=sum(tally.lengths) / elapsed_s if elapsed_s > 0 else 0.0,
-                trainer="busy" if self._trainer.busy else f"waiting for {self._trainer.text}" if self._trainer.text else "idle",
+                trainer=self._trainer_words(),
                 reward_mean=self._reward,
                 held_out=self._held_out,
                 elapsed_s=now_t,
             )
         )
+
+    def say(self, text: str) -> None:
+        """A line above the display."""
+        self._progress.line(text)
+
+    def _trainer_words(self) -> str:
+        state = self._trainer
+        if state.busy:
+            return state.text or "busy"
+        return f"waiting for {state.text}" if state.text else "idle"
 
     def close(self) -> None:
         self._progress.close()

@@ -17,7 +17,7 @@ from rpipe.core.eventlog import EventLog
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel
 from rpipe.runtime.mailbox import Mailbox
-from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry
+from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry, TrainerState
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.side_group import WEIGHTS_GROUP, serve_store, side_group
 from rpipe.runtime.world import World, quiet_barrier, role_world
@@ -44,7 +44,7 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
         meet = partial(side_group, where[0], where[1], 2, 1, "groups", config.backend, config.limits.start_s)
         group = pool.submit(meet) if world.is_coordinator else None
         trainer = build(config, run_dir)
-        start = resume(config, world, run_dir, trainer, log)
+        start = resume(config, world, run_dir, trainer, log, mailbox)
         batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
         if group is None:
             return TrainingWorker(config, world, run_dir, trainer).serve(mailbox, batches)
@@ -61,7 +61,9 @@ def build(config: Config, run_dir: RunDir) -> MegatronTrainer:
     return MegatronTrainer(config, model_dir(config, run_dir))
 
 
-def resume(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer, log: EventLog) -> dict[str, Any]:
+def resume(
+    config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer, log: EventLog, mailbox: Mailbox
+) -> dict[str, Any]:
     """Load the newest checkpoint, else warm up; returns where the run goes on (iteration, cursor). Collective in the role."""
     found = run_dir.checkpoints_found() if config.run.resume == "auto" else []
     newest = world.role_comm.bcast(found[0] if found else None)
@@ -72,9 +74,18 @@ def resume(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrain
         return extra
     if config.model.warm_up is not None:
         started_t = world.clock()
+        tell(mailbox, world, f"warming up for {config.model.warm_up.steps} supervised steps")
         loss = warm_up(config, run_dir, trainer)
         log.note(world.clock(), "WarmedUp", steps=config.model.warm_up.steps, loss=loss, started_t=started_t)
+        tell(mailbox, world, "")
     return {"iteration": 0, "version": 0, "cursor": 0}
+
+
+def tell(mailbox: Mailbox, world: World, text: str) -> None:
+    """What the trainer does before its loop, for the progress display."""
+    if world.is_coordinator:
+        mailbox.send(ROLLOUT, TrainerState(bool(text), text, 0))
+        mailbox.drain(1.0)
 
 
 def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer) -> float:

@@ -298,3 +298,20 @@ def test_supervised_batches_train_the_solution_and_the_end_of_sequence():
 def test_a_warm_up_without_solutions_names_the_prompt():
     with pytest.raises(DataError, match=r'^x:1: model.warm_up wants a "solution"'):
         supervised([Prompt("x:1", (1,), "", "1", "exact_match")], Characters(), 0)
+
+
+def test_reasoning_gym_works_where_pycosat_could_not_be_built(monkeypatch):
+    """It has no wheel; on a machine without a compiler only the puzzles that need it must fail, and say why."""
+    import importlib.util
+    import sys
+
+    from rpipe.data import reasoning_gym_source as source
+
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "pycosat" else real(name, *a))
+    for name in [m for m in sys.modules if m.split(".")[0] in ("pycosat", "reasoning_gym")]:
+        monkeypatch.delitem(sys.modules, name)
+    source._import_reasoning_gym()
+    with pytest.raises(ImportError, match="wants a C compiler"):
+        sys.modules["pycosat"].solve([[1]])
+    monkeypatch.delitem(sys.modules, "pycosat")

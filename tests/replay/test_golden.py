@@ -1,0 +1,50 @@
+"""Recorded coordinators' histories: do today's coordinators decide as they did when the log was written?
+
+A change of a policy that is meant to change decisions records them anew: `python -m tests.replay.record`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rpipe import config
+from rpipe.control.rollout import RolloutCoordinator
+from rpipe.control.training import TrainingCoordinator
+from rpipe.core.eventlog import steps
+from rpipe.rollout import driver as rollout
+from rpipe.training import driver as training
+
+GOLDEN = Path(__file__).parent / "golden"
+RUNS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
+
+
+def test_there_is_a_recording_of_each_mode():
+    assert RUNS == ["exact", "fifo", "serial"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_rollout_coordinator_decides_as_recorded(name):
+    coordinator = RolloutCoordinator(rollout.settings(config.load(GOLDEN / name / "config.yaml")))
+    for number, (event, commands) in enumerate(steps(GOLDEN / name / "rank00000.jsonl")):
+        assert coordinator.on(event) == commands, f"event {number}: {event}"
+    assert coordinator.done
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_training_coordinator_decides_as_recorded(name):
+    coordinator = TrainingCoordinator(training.settings(config.load(GOLDEN / name / "config.yaml")))
+    for number, (event, commands) in enumerate(steps(GOLDEN / name / "rank00001.jsonl")):
+        assert coordinator.on(event) == commands, f"event {number}: {event}"
+    assert coordinator.done
+
+
+def test_another_policy_decides_otherwise():
+    settings = config.load(GOLDEN / "fifo" / "config.yaml", ["admission.frontier_groups=1"])
+    coordinator = RolloutCoordinator(rollout.settings(settings))
+    recorded = list(steps(GOLDEN / "fifo" / "rank00000.jsonl"))
+    request = next(i for i, (event, _) in enumerate(recorded) if type(event).__name__ == "RolloutRequested")
+    answers = [coordinator.on(event) for event, _ in recorded[: request + 1]]
+    assert answers[:-1] == [commands for _, commands in recorded[:request]]
+    assert answers[-1] != recorded[request][1]
