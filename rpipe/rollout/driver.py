@@ -14,6 +14,7 @@ performed by one method below. Payloads (tokens, log-probs) stay here, under the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -187,11 +188,13 @@ class RolloutDriver:
         finally:
             for task in self._tasks:
                 task.cancel()
-            for engine in range(1, self.config.engines):
-                self._to_engine(engine, CloseEngine())
+            for rank in range(1, self.config.cluster.rollout_ranks):  # owners and the siblings that only wait
+                self._mailbox.send(rank, CloseEngine())
             await self._owner.close()
             await self._rewards.close()
             self._dump.close()
+            with contextlib.suppress(TimeoutError):  # a peer that is gone takes nothing; why it went is the error to show
+                self._mailbox.drain(self.config.limits.stop_s)
 
     def _turn_crank(self) -> None:
         for _, message in self._mailbox.poll():
@@ -410,7 +413,7 @@ class RolloutDriver:
                 error=held.errors[sample],
             )
 
-    def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | CloseEngine | Join) -> None:
+    def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | Join) -> None:
         if engine == 0:
             assert self._owner is not None
             self._owner.handle(message)
