@@ -32,7 +32,7 @@ class Run(Section):
     seed: int = 0
     iterations: Count = 10
     resume: Literal["auto", "never"] = "auto"  # auto: go on from the newest checkpoint in run.dir, if there is one
-    checkpoint_every_iterations: Annotated[int, Field(ge=0)] = 0  # 0: only at the end
+    checkpoint_every_iterations: Annotated[int, Field(ge=0)] = 10  # 0: only at the end
     keep_checkpoints: Count = 2
 
 
@@ -122,7 +122,7 @@ class Rollout(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
-    trajectory_deadline_s: Seconds = 600.0  # then it is cut and scored as it is
+    trajectory_deadline_s: Seconds = 600.0  # from its first tokens; then it is cut and scored as it is
     filter: Literal["none", "zero_variance"] = "none"  # zero_variance drops groups whose rewards are all equal
 
 
@@ -207,10 +207,10 @@ class Limits(Section):
     """How long anything may be waited for."""
 
     start_s: Seconds = 600.0
-    message_s: Seconds = 600.0
+    message_s: Seconds = 600.0  # a peer's silence; more than the longest micro-batch, step, checkpoint takes
     collective_s: Seconds = 600.0
     heartbeat_s: Seconds = 10.0
-    stop_s: Seconds = 20.0
+    stop_s: Seconds = 20.0  # for a stop at a safe point; then the job is ended as it is
 
 
 class Config(Section):
@@ -266,52 +266,11 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
-        for problem in _problems(self):
+        from rpipe.config_rules import problems
+
+        for problem in problems(self):
             raise ValueError(problem)
         return self
-
-
-def _problems(c: Config) -> list[str]:
-    """What cannot work, each with the nearest that would."""
-    found: list[str] = []
-    r, k, b = c.rollout.groups_per_iteration, c.rollout.trajectories_per_group, c.training.trajectories_per_step
-    if b % k:
-        down = max(k, b // k * k)
-        found.append(
-            f"training.trajectories_per_step = {b} is not a whole number of groups of K = {k};"
-            f" nearest: {down}, {(b // k + 1) * k}"
-        )
-    elif r * k % b:
-        fits = [u * k for u in range(1, r + 1) if r % u == 0]
-        below = [x for x in fits if x < b][-1:]
-        above = [x for x in fits if x > b][:1]
-        found.append(
-            f"training.trajectories_per_step = {b} does not divide R x K = {r} x {k} = {r * k};"
-            f" nearest: {', '.join(map(str, below + above))}"
-        )
-    lockstep = c.training.tp * c.training.pp * c.training.cp
-    if c.cluster.training_ranks % lockstep:
-        found.append(
-            f"cluster.training_ranks = {c.cluster.training_ranks} is not tp x pp x cp x dp ="
-            f" {c.training.tp} x {c.training.pp} x {c.training.cp} x dp; wanted: a multiple of {lockstep}"
-        )
-    if c.cluster.rollout_ranks % c.engine.tp:
-        found.append(
-            f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}"
-        )
-    if c.pipeline.mode == "exact" and c.training.packing == "global":
-        found.append("pipeline.mode = exact wants training.packing = group (a micro-batch must not depend on arrival)")
-    if c.pipeline.max_staleness:
-        found.append(f"pipeline.max_staleness = {c.pipeline.max_staleness}: only 0 (on-policy) is built")
-    if c.evaluation.prompts and c.data.held_out is None:
-        found.append(f"evaluation.prompts = {c.evaluation.prompts} wants data.held_out")
-    wants = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[c.cluster.accelerator]
-    if c.backend not in ("gloo", wants):
-        found.append(
-            f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"
-            f" wanted: gloo or {wants}"
-        )
-    return found
 
 
 def load(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> Config:
@@ -376,6 +335,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}") from None
     try:
         tree = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -387,6 +348,8 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     includes = tree.pop("include", [])
     if isinstance(includes, str):
         includes = [includes]
+    if not isinstance(includes, list) or not all(isinstance(name, str) for name in includes):
+        raise ConfigError(f"{path}: include = {includes!r}: wanted: a file name or a list of them")
     merged: dict[str, Any] = {}
     for name in includes:
         _merge(merged, _read(path.parent / name, (*above, path.resolve())))

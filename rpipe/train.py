@@ -26,9 +26,8 @@ from rpipe.runtime import world as worlds
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.processes import terminate_with_parent
 from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.supervise import STOPPED_FILE
 from rpipe.runtime.world import World
-
-STOPPED = "stop requested"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,15 +64,17 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
         log.note(world.clock(), "JobEnded", reason=reason)
     worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end")
     reason = next(filter(None, world.comm.allgather(reason)), "")
-    if reason and reason != STOPPED:
+    if reason == worlds.STOPPED and world.rank == 0:
+        (run_dir.attempt_path / STOPPED_FILE).touch()
+    elif reason and reason != worlds.STOPPED:
         raise RuntimeError(reason)
     return 0
 
 
 def heartbeat_peers(config: Config, world: World) -> tuple[int, ...]:
-    """Whom this rank tells that it lives: coordinators tell each other and their own ranks."""
+    """Whom this rank tells that it lives, and who must tell it: a coordinator the other one and its ranks, these theirs."""
     if not world.is_coordinator:
-        return ()
+        return (0 if world.role == "rollout" else world.training_coordinator,)
     if world.role == "rollout":
         return (*range(1, config.cluster.rollout_ranks), world.training_coordinator)
     return (0, *range(world.training_coordinator + 1, world.training_coordinator + config.cluster.training_ranks))

@@ -55,10 +55,11 @@ class PureJob:
         self._to_training: deque[e.TrainingEvent] = deque()
         self._replicas: list[deque[e.TrainingEvent]] = [deque() for _ in range(self.training_settings.replicas)]
         self._loose: list[e.RolloutEvent] = []
+        self._turns: dict[TrajectoryId, e.SendTurn] = {}
         self._rewards: dict[int, list[int]] = {}
 
     def run(self, limit: int = 100_000) -> PureJob:
-        self._train(e.TrainerReady(t=0.0, iteration=0, version=0))
+        self._train(e.TrainerReady(t=0.0, iteration=0, version=0, replicas=self.training_settings.replicas))
         for _ in range(limit):
             ready = [q for q in (self._to_rollout, self._to_training, *self._replicas) if q]
             options = len(ready) + len(self._loose)
@@ -76,6 +77,8 @@ class PureJob:
 
     def _roll(self, event: e.RolloutEvent) -> None:
         commands = self.rollout.on(event)
+        if isinstance(event, e.TurnStarted):
+            self._loose.append(self.finished(self._turns[event.trajectory], "stop"))
         self.rollout_history.append((event, commands))
         for command in commands:
             self._perform_rollout(command)
@@ -109,7 +112,8 @@ class PureJob:
                     )
                 )
             case e.SendTurn():
-                self._loose.append(self.finished(c, "stop"))
+                self._turns[c.trajectory] = c
+                self._loose.append(e.TurnStarted(t=t, trajectory=c.trajectory, engine=c.engine))
             case e.AbortTurn():
                 index = next(
                     i for i, x in enumerate(self._loose) if isinstance(x, e.TurnFinished) and x.trajectory == c.trajectory

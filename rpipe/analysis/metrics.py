@@ -89,7 +89,7 @@ class Attempt:
 
     iterations: dict[int, Iteration] = field(default_factory=dict)
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
-    replicas: set[int] = field(default_factory=set)
+    replicas: int = 1  # data-parallel
     seconds: float = 0.0
     start_s: float = 0.0  # until all training ranks stood, warm-up included
     warm_up_s: float = 0.0
@@ -107,7 +107,7 @@ class Attempt:
         for record in records:
             reader.take(record)
         for iteration in attempt.iterations.values():
-            iteration.replicas = max(1, len(attempt.replicas))
+            iteration.replicas = attempt.replicas
         return attempt
 
 
@@ -207,6 +207,7 @@ class _Reader:
 
     def _ready(self, r: Record) -> None:
         self.to.start_s = r["t"]
+        self.to.replicas = r["replicas"]
 
     def _step_begun(self, r: Record) -> None:
         self.step_iteration[r["step"]] = r["iteration"]
@@ -216,7 +217,6 @@ class _Reader:
         if iteration is None:  # a supervised warm-up step: of no iteration
             return
         at = self._at(iteration)
-        self.to.replicas.add(r["replica"])
         self.batch_iteration[r["replica"], r["micro_batch"]] = at.iteration
         if at.first_dispatch_t is None:
             for part in r["slices"]:

@@ -2,6 +2,7 @@
 
     WeightsOffered       -> UpdateEngine on each         all updated -> RequestRollout (evaluation if due, else the iteration)
     RolloutRequested     -> SendTurn for admitted groups (admission policy), engine by placement policy
+    TurnStarted          -> its deadline is set
     TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier, admit again
     TrajectoryScored     -> all K scored -> SendGroup | DropGroup; all R done -> EndRollout
     DeadlinePassed       -> AbortTurn for what ran too long; what it has is scored
@@ -38,6 +39,7 @@ from rpipe.core.events import (
     StopRequested,
     TrajectoryScored,
     TurnFinished,
+    TurnStarted,
     UpdateEngine,
     WeightsOffered,
 )
@@ -61,7 +63,7 @@ class RolloutSettings:
     engines: int
     iterations: int
     max_new_tokens: int
-    trajectory_deadline_s: float
+    trajectory_deadline_s: float  # from a turn's first tokens
     queue_bytes: int  # of groups sent and not yet received; beyond it nothing new is admitted
     admission: Admission
     placement: Placement
@@ -86,7 +88,8 @@ class RolloutCoordinator:
         self._updating: set[int] = set()
         self._deferred: list[GroupRecord] = []  # reversed: the next is last
         self._in_service: dict[GroupId, GroupRecord] = {}
-        self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent, which is that of their deadlines
+        self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
+        self._deadlines_t: dict[TrajectoryId, float] = {}  # of those that started and were not cut, soonest first
         self._unreceived_bytes: dict[GroupId, int] = {}
         self._evaluated: Version = -1
         self._sent = self._dropped = 0
@@ -97,11 +100,15 @@ class RolloutCoordinator:
         match event:
             case TurnFinished():
                 return self._turn_finished(event)
+            case TurnStarted():
+                if event.trajectory in self._running:
+                    self._deadlines_t[event.trajectory] = event.t + self.settings.trajectory_deadline_s
+                return []
             case TrajectoryScored():
                 return self._scored(event)
             case GroupReceived():
                 del self._unreceived_bytes[event.group]
-                return self._admit(event.t)
+                return self._admit()
             case RolloutRequested():
                 return self._requested(event)
             case WeightsOffered():
@@ -117,7 +124,7 @@ class RolloutCoordinator:
     @property
     def next_deadline_t(self) -> float | None:
         """When DeadlinePassed is due, or None."""
-        return next((r.deadline_t for r in self._running.values() if not r.aborted), None)
+        return next(iter(self._deadlines_t.values()), None)
 
     @property
     def groups_in_service(self) -> int:
@@ -126,10 +133,6 @@ class RolloutCoordinator:
     @property
     def groups_deferred(self) -> int:
         return len(self._deferred)
-
-    @property
-    def groups_sent(self) -> int:
-        return self._sent
 
     def waiting_for(self) -> str:
         """What has not happened yet, for the message of a wait that ended."""
@@ -162,7 +165,11 @@ class RolloutCoordinator:
     def _next_rollout(self) -> list[RolloutCommand]:
         """All engines hold `version`, which is also the number of iterations trained."""
         s, version = self.settings, self.version
-        due = version in (0, s.iterations) or (s.evaluate_every_iterations and version % s.evaluate_every_iterations == 0)
+        due = (
+            version == 0
+            or version >= s.iterations
+            or (s.evaluate_every_iterations and version % s.evaluate_every_iterations == 0)
+        )
         if s.evaluate and due and self._evaluated != version:
             self._evaluated = version
             return [RequestRollout(iteration=version, version=version, purpose="eval")]
@@ -185,12 +192,12 @@ class RolloutCoordinator:
             for order, spec in enumerate(event.groups)
         }
         self._deferred = list(reversed(self.groups.values()))
-        return self._admit(event.t)
+        return self._admit()
 
     def _demand_tokens(self, group: GroupRecord) -> int:
         return len(group.trajectories) * (group.prompt_tokens + self.settings.max_new_tokens)
 
-    def _admit(self, t: float) -> list[RolloutCommand]:
+    def _admit(self) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
         reserved = sum(self._demand_tokens(g) for g in self._in_service.values())
         while self._deferred and sum(self._unreceived_bytes.values()) <= self.settings.queue_bytes:
@@ -202,16 +209,15 @@ class RolloutCoordinator:
             group.become(GroupState.IN_SERVICE)
             self._in_service[group.group] = group
             reserved += demand
-            commands += self._send(group, t)
+            commands += self._send(group)
         return commands
 
-    def _send(self, group: GroupRecord, t: float) -> list[RolloutCommand]:
+    def _send(self, group: GroupRecord) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
         sibling: int | None = None
         for index in range(len(group.trajectories)):
             record = group.trajectory(index, TrajectoryState.RUNNING)
             record.engine = sibling = self.settings.placement.place(self.in_flight, sibling)
-            record.deadline_t = t + self.settings.trajectory_deadline_s
             self.in_flight[record.engine] += 1
             trajectory = TrajectoryId(group.group, index)
             self._running[trajectory] = record
@@ -229,6 +235,7 @@ class RolloutCoordinator:
         record = group.trajectory(trajectory.sample, TrajectoryState.GENERATED)
         record.output_tokens = event.output_tokens
         del self._running[trajectory]
+        self._deadlines_t.pop(trajectory, None)
         self.in_flight[record.engine] -= 1
         group.unfinished -= 1
         commands: list[RolloutCommand] = [ScoreTrajectory(trajectory=trajectory)]
@@ -236,7 +243,7 @@ class RolloutCoordinator:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]
             commands.append(ServingComplete(group=group.group))
-            commands += self._admit(event.t)
+            commands += self._admit()
         return commands
 
     def _scored(self, event: TrajectoryScored) -> list[RolloutCommand]:
@@ -294,10 +301,9 @@ class RolloutCoordinator:
 
     def _deadline(self, event: DeadlinePassed) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
-        for trajectory, record in self._running.items():
-            if record.deadline_t > event.t:
+        for trajectory, deadline_t in list(self._deadlines_t.items()):
+            if deadline_t > event.t:
                 break
-            if not record.aborted:
-                record.aborted = True
-                commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
+            del self._deadlines_t[trajectory]
+            commands.append(AbortTurn(trajectory=trajectory, engine=self._running[trajectory].engine))
         return commands

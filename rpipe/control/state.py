@@ -61,8 +61,6 @@ def move(name: str, before: S, after: S) -> S:
 class TrajectoryRecord:
     state: TrajectoryState = TrajectoryState.PENDING
     engine: int = -1
-    deadline_t: float = 0.0
-    aborted: bool = False
     output_tokens: int = 0
     reward: float = 0.0
 

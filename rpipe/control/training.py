@@ -46,7 +46,7 @@ from rpipe.core.events import (
 from rpipe.core.types import GroupId, Version
 from rpipe.policy.batching import Item, owners, pack
 
-AHEAD = 2  # micro-batches a pulling replica may hold: one it works on and one that is already there
+AHEAD = 2  # micro-batches a replica may hold: one it works on and one that is already there
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Step:
     """The optimizer step that is being accumulated."""
 
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
-    pending: list[list[Item]] = field(default_factory=list)  # fifo: micro-batches not yet pulled
+    pending: list[list[list[Item]]] = field(default_factory=list)  # queues of micro-batches: one for all in fifo, else one each
     held: list[int] = field(default_factory=list)  # micro-batches on each replica
     closed: bool = False  # no group will join
     finishing: bool = False
@@ -80,7 +80,7 @@ class TrainingCoordinator:
         self.done = False
         self.iteration = -1
         self.version: Version = -1
-        self.steps_done = 0  # over the whole run
+        self.steps_done = 0  # of this attempt
         self.groups_consumed = 0  # of this iteration
         self._fifo: list[GroupArrived] = []  # in the order in which they will be consumed
         self._dropped_orders: set[int] = set()
@@ -91,7 +91,8 @@ class TrainingCoordinator:
         self._skipped_in_row = 0
         self._steps_this_iteration = 0
         self._stop: str | None = None
-        self._saved_version: Version = -1
+        self._saved_version: Version = -1  # newest checkpoint's, saved or being saved
+        self._saving = False
 
     def on(self, event: TrainingEvent) -> list[TrainingCommand]:
         if self.done:
@@ -121,10 +122,6 @@ class TrainingCoordinator:
             case StopRequested():
                 return self._stop_requested(event)
         return self._advance()
-
-    @property
-    def groups_ready(self) -> int:
-        return len(self._fifo)
 
     def waiting_for(self) -> str:
         """What training waits for, in the user's words; empty while it works."""
@@ -179,7 +176,8 @@ class TrainingCoordinator:
             taken: list[Item] = []
             while (group := self._open_step_group()) is not None:
                 if self._step is None:
-                    self._step = Step(held=[0] * self.settings.replicas)
+                    queues = 1 if self.settings.mode == "fifo" else self.settings.replicas
+                    self._step = Step(pending=[[] for _ in range(queues)], held=[0] * self.settings.replicas)
                     commands.append(BeginStep(step=self.steps_done, iteration=self.iteration))
                 taken += self._take_in(self._step, group)
             step = self._step
@@ -187,10 +185,9 @@ class TrainingCoordinator:
                 return [*commands, *self._end_iteration()]
             nothing_follows = self._all_arrived() and not self._fifo
             step.closed = len(step.groups) == self.settings.groups_per_step or nothing_follows
-            commands += self._cut(step, taken)
-        if self.settings.mode == "fifo":
-            commands += self._pull(step)
-        if step.closed and not step.finishing and not step.pending and not any(step.held):
+            self._cut(step, taken)
+        commands += self._pull(step)
+        if step.closed and not step.finishing and not any(step.pending) and not any(step.held):
             step.finishing = True
             commands.append(FinishStep(step=self.steps_done, iteration=self.iteration, groups=tuple(step.groups)))
         return commands
@@ -204,7 +201,7 @@ class TrainingCoordinator:
         self.groups_consumed += 1
         return [Item(group.group, index, tokens) for index, tokens in enumerate(group.tokens)]
 
-    def _cut(self, step: Step, items: list[Item]) -> list[TrainingCommand]:
+    def _cut(self, step: Step, items: list[Item]) -> None:
         """Into balanced shares, one a replica, and micro-batches; by group, unless packing is global.
 
         Exact and serial: share r is replica r's, so that owners and packing depend on the trajectories alone.
@@ -212,24 +209,19 @@ class TrainingCoordinator:
         units = (
             [items] if self.settings.span_groups else [list(unit) for _, unit in groupby(items, key=lambda item: item.group)]
         )
-        commands: list[TrainingCommand] = []
         for unit in units:
             for replica, share in enumerate(owners(unit, self.settings.replicas)):
-                for batch in pack(share, self.settings.micro_batch_tokens):
-                    if self.settings.mode == "fifo":
-                        step.pending.append(batch)
-                    else:
-                        commands.append(self._micro_batch(step, replica, batch))
-        return commands
+                queue = step.pending[replica % len(step.pending)]
+                queue += pack(share, self.settings.micro_batch_tokens)
 
     def _pull(self, step: Step) -> list[TrainingCommand]:
-        """Fifo: whoever has room takes the next micro-batch."""
+        """Whoever has room takes the next micro-batch of its queue."""
         commands: list[TrainingCommand] = []
-        while step.pending:
-            replica = min(range(self.settings.replicas), key=lambda r: (step.held[r], r))
-            if step.held[replica] >= AHEAD:
-                break
-            commands.append(self._micro_batch(step, replica, step.pending.pop(0)))
+        for _ in range(AHEAD):
+            for replica in sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r)):
+                queue = step.pending[replica % len(step.pending)]
+                if queue and step.held[replica] < AHEAD:
+                    commands.append(self._micro_batch(step, replica, queue.pop(0)))
         return commands
 
     def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:
@@ -271,25 +263,30 @@ class TrainingCoordinator:
         self._ended = None
         self._dropped_orders.clear()
         self._next_order = self.groups_consumed = self._steps_this_iteration = 0
-        if self._stop is not None:
-            return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
-        return [PublishWeights(version=self.version)]
+        last = self.version >= self.settings.iterations  # a stop in the last iteration is a normal end
+        return [PublishWeights(version=self.version)] if self._stop is None or last else self._save()
 
     def _published(self, event: WeightsPublished) -> list[TrainingCommand]:
         assert event.version == self.version
         every = self.settings.checkpoint_every_iterations
-        last = self.version == self.settings.iterations
-        if self.version != self._saved_version and (
-            last or self._stop or (every and self.version and self.version % every == 0)
-        ):
-            return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
-        return self._saved() if last else self._advance()
+        last = self.version >= self.settings.iterations
+        if last or (every and self.version and self.version % every == 0):
+            return self._save()
+        return self._advance()
+
+    def _save(self) -> list[TrainingCommand]:
+        """Unless it is saved already, or being saved."""
+        if self._saved_version == self.version:
+            return [] if self._saving else self._saved()
+        self._saved_version, self._saving = self.version, True
+        return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
 
     def _saved(self) -> list[TrainingCommand]:
-        self._saved_version = self.version
-        if self._stop is not None or self.version == self.settings.iterations:
+        self._saving = False
+        finished = self.version >= self.settings.iterations
+        if self._stop is not None or finished:
             self.done = True
-            return [StopTraining(reason=self._stop or "")]
+            return [StopTraining(reason="" if finished else self._stop or "")]
         return self._advance()
 
     def _stop_requested(self, event: StopRequested) -> list[TrainingCommand]:
@@ -299,6 +296,4 @@ class TrainingCoordinator:
         self._stop = event.reason
         if self.iteration < 0 or self._steps_this_iteration or self._step is not None:
             return []
-        if self._saved_version == self.version:
-            return self._saved()
-        return [SaveCheckpoint(iteration=self.iteration, version=self.version)]
+        return self._save()

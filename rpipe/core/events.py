@@ -46,6 +46,13 @@ class RolloutRequested(Event, frozen=True):
     groups: tuple[GroupSpec, ...]
 
 
+class TurnStarted(Event, frozen=True):
+    """The engine's first tokens of a turn came: its deadline counts from here, not from its time in the engine's queue."""
+
+    trajectory: TrajectoryId
+    engine: int
+
+
 class TurnFinished(Event, frozen=True):
     """An engine answered. Times are the engine owner's, on the job's clock."""
 
@@ -81,7 +88,7 @@ class WeightsOffered(Event, frozen=True):
 
 
 class EngineUpdated(Event, frozen=True):
-    """This engine now holds `version` and its prefix cache is empty. The first one also says that it is up."""
+    """This engine now holds `version` and its prefix cache is empty."""
 
     engine: int
     version: Version
@@ -201,6 +208,7 @@ class TrainerReady(Event, frozen=True):
 
     iteration: int
     version: Version
+    replicas: int  # data-parallel
 
 
 class GroupArrived(Event, frozen=True):
@@ -330,6 +338,7 @@ class StopTraining(Command, frozen=True):
 
 RolloutEvent = (
     RolloutRequested
+    | TurnStarted
     | TurnFinished
     | TrajectoryScored
     | GroupReceived

@@ -5,10 +5,10 @@ section 3.3): at most `frontier_groups` groups are in service, those of lowest s
 form the next optimizer step finish first. With backfill, later groups may also enter while the KV tokens that all groups
 in service could need stay within a budget; engine priority (minus the submission order) keeps the frontier ahead of them.
 
-Invariants (tests/unit/test_admission.py asserts each):
+Invariants (tests/unit/test_policies.py and tests/property/test_coordinators.py assert them):
 - groups enter in submission order, each once;
 - without backfill, groups in service never exceed `frontier_groups`;
-- something is always in service while something waits.
+- with nothing in service the next group is never refused.
 
 Cost: O(1) a decision.
 """

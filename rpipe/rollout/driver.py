@@ -16,12 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from rpipe.config import Config
 from rpipe.control.rollout import OffPolicy, RolloutCoordinator, RolloutSettings
@@ -49,16 +48,15 @@ from rpipe.core.events import (
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
-from rpipe.data.order import Order
-from rpipe.data.prompts import PromptSet
+from rpipe.core.types import GroupId, Trajectory, TrajectoryId, VersionSpan
 from rpipe.policy.admission import Admission, Fifo, Frontier
 from rpipe.policy.advantage import ADVANTAGES
 from rpipe.policy.placement import GroupAffine, LeastLoaded
+from rpipe.rollout.held import HeldGroup, RolloutData
 from rpipe.rollout.rewards import RewardPool
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
-from rpipe.runtime.channel import Channel, Sent, pack
+from rpipe.runtime.channel import Channel, Sent
 from rpipe.runtime.dump import TrajectoryDump
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import (
@@ -76,12 +74,14 @@ from rpipe.runtime.messages import (
     LoadWeights,
     Message,
     Offer,
+    Ready,
     Received,
     Rendezvous,
     StartTurn,
     StepReport,
     Stop,
     TrainerState,
+    TurnBegan,
     TurnDone,
     WeightsLoaded,
 )
@@ -115,33 +115,6 @@ def settings(config: Config) -> RolloutSettings:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutData:
-    """Prompts in their order, and the way back from ids to text."""
-
-    train: PromptSet
-    held_out: list[Prompt]
-    order: Order
-    reward_functions: dict[str, str]  # name -> where it was asked for
-    decode: Callable[[list[int]], str]
-    notes: list[str]  # what a person should know of the prompts
-
-
-class HeldGroup:
-    """The payload of one group: its prompt and what came back so far."""
-
-    def __init__(self, prompt: Prompt, count: int) -> None:
-        self.prompt = prompt
-        self.trajectories: list[Trajectory | None] = [None] * count
-        self.engines = [-1] * count
-        self.texts = [""] * count
-        self.errors = [""] * count
-        self.rewards = [0.0] * count
-
-    def finished(self) -> list[Trajectory]:
-        return [t for t in self.trajectories if t is not None]
-
-
 class RolloutDriver:
     """`run` is the whole rollout role; see the module's table of waits."""
 
@@ -164,7 +137,9 @@ class RolloutDriver:
         self._rewards = RewardPool(config.reward, config.run.seed)
         self._inbox: deque[RolloutEvent] = deque()
         self._held: dict[GroupId, HeldGroup] = {}
+        self._waiting: dict[GroupId, NDArray[np.uint8]] = {}  # packed groups that the trainer is not ready for
         self._sent: dict[GroupId, Sent] = {}
+        self._weights_came = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._engines_up: set[int] = set()
         self._cursor = 0
@@ -178,9 +153,9 @@ class RolloutDriver:
         """Until FinishRun; returns its reason. Raises RolloutError, OffPolicy, TimeoutError."""
         self._owner = owner
         owner.reply = self.receive
-        owner.start()
         try:
-            await self._rewards.start(self._data.reward_functions)
+            await self._rewards.start(self._data.reward_functions)  # a mistyped name ends the job before an engine starts
+            owner.start()
             while not self.coordinator.done:
                 self._turn_crank()
                 await asyncio.sleep(0 if self._inbox else POLL_S)
@@ -207,7 +182,9 @@ class RolloutDriver:
         while self._inbox and not self.coordinator.done:
             self._step(self._inbox.popleft())
         self._watch.show(self.coordinator, now)
-        self._mailbox.check_silence(self.config.limits.message_s, self._waiting_for())
+        limits = self.config.limits
+        # The trainer warms up and loads checkpoints before it listens.
+        self._mailbox.check_silence(limits.message_s if self._weights_came else limits.start_s, self._waiting_for())
 
     def _step(self, event: RolloutEvent) -> None:
         # Owners stamp events with their own clock: the log must not run backwards.
@@ -244,8 +221,10 @@ class RolloutDriver:
             case TurnDone():
                 self._store(message)
                 self._inbox.append(message.event)
-            case WeightsLoaded():
+            case TurnBegan() | WeightsLoaded():
                 self._inbox.append(message.event)
+            case Ready():
+                self._sent[message.group] = self._channel.send(self._waiting.pop(message.group), CHANNEL_TRAINER)
             case Received():
                 self._sent.pop(message.group).wait()
                 self._held.pop(message.group)
@@ -255,11 +234,14 @@ class RolloutDriver:
             case StepReport():
                 self._watch.step(message)
             case Offer():
+                self._weights_came = True
                 self._inbox.append(WeightsOffered(t=now, version=message.version))
             case EngineUp():
                 self._engine_up(message)
             case Rendezvous():
                 self._cursor = message.cursor
+                if message.iteration:
+                    self._watch.say(self._going_on(message.iteration))
                 for engine in range(self.config.engines):
                     self._to_engine(engine, message.join)
             case EngineFailed():
@@ -272,6 +254,13 @@ class RolloutDriver:
         self._log.note(self._world.clock(), "EngineUp", engine=message.engine, seconds=round(message.seconds, 3))
         if len(self._engines_up) == self.config.engines:
             self._to_trainer(EnginesUp())
+
+    def _going_on(self, iteration: int) -> str:
+        if iteration >= self.config.run.iterations:
+            return (
+                f"nothing to train: the checkpoint holds {iteration} iterations, run.iterations is {self.config.run.iterations}"
+            )
+        return f"going on from the checkpoint after {iteration} iterations"
 
     def _store(self, done: TurnDone) -> None:
         event, held = done.event, self._held[done.event.trajectory.group]
@@ -305,7 +294,7 @@ class RolloutDriver:
                 self._send_group(command)
             case DropGroup():
                 self._to_trainer(Dropped(command.group, command.order, command.iteration))
-                self._record(self._held.pop(command.group), command.group, command.iteration, None)
+                self._held.pop(command.group).record(self._dump, command.group, command.iteration, None)
             case UpdateEngine():
                 self._to_engine(command.engine, LoadWeights(command.version))
             case ConfirmWeights():
@@ -375,43 +364,15 @@ class RolloutDriver:
 
     def _send_group(self, command: SendGroup) -> None:
         held = self._held[command.group]
-        trajectories = held.finished()
-        sequences = Sequences.of(trajectories, command.rewards, command.advantages)
-        spans = np.array(
-            [(t.id.sample, s.start, s.end, s.version) for t in trajectories for s in t.versions], np.int32
-        ).reshape(-1, 4)
-        data = pack(sequences, spans)
-        tokens = tuple(int(n) for n in sequences.lengths)
+        data, tokens = held.packed(command.rewards, command.advantages)
+        self._waiting[command.group] = data
         self._to_trainer(GroupHeader(command.group, command.order, command.iteration, command.version, tokens, len(data)))
-        self._sent[command.group] = self._channel.send(data, CHANNEL_TRAINER)
-        self._record(held, command.group, command.iteration, command.advantages)
+        held.record(self._dump, command.group, command.iteration, command.advantages)
 
     def _end_evaluation(self, command: EndEvaluation) -> None:
         for order in range(command.count):
-            self._record(self._held.pop(-1 - order), -1 - order, command.iteration, None)
+            self._held.pop(-1 - order).record(self._dump, -1 - order, command.iteration, None)
         self._dump.flush(command.iteration)
-
-    def _record(self, held: HeldGroup, group: GroupId, iteration: int, advantages: tuple[float, ...] | None) -> None:
-        """Into the trajectory dump."""
-        for sample, trajectory in enumerate(held.finished()):
-            self._dump.add(
-                iteration=iteration,
-                purpose="train" if group >= 0 else "eval",
-                group=group,
-                index=sample,
-                prompt_id=held.prompt.prompt_id,
-                prompt_text=held.prompt.text,
-                response_text=held.texts[sample],
-                prompt_ids=trajectory.prompt_ids,
-                output_ids=trajectory.output_ids,
-                logprobs=trajectory.logprobs,
-                reward=held.rewards[sample],
-                advantage=None if advantages is None else advantages[sample],
-                finish=trajectory.finish,
-                versions=[(s.start, s.end, s.version) for s in trajectory.versions],
-                engine=held.engines[sample],
-                error=held.errors[sample],
-            )
 
     def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | Join) -> None:
         if engine == 0:

@@ -14,11 +14,15 @@ from typing import Any
 
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
+from rpipe.core.types import Prompt
+from rpipe.data.entry import DataError
 from rpipe.data.make_model import load_tokenizer, make_model
 from rpipe.data.order import Order
 from rpipe.data.prompts import load_data
-from rpipe.rollout.driver import RolloutData, RolloutDriver
+from rpipe.data.supervised import supervised
+from rpipe.rollout.driver import CHANNEL_TRAINER, RolloutDriver
 from rpipe.rollout.engine import Engine
+from rpipe.rollout.held import RolloutData
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
 from rpipe.runtime import device as devices
@@ -29,14 +33,11 @@ from rpipe.runtime.messages import CloseEngine
 from rpipe.runtime.progress import Progress
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.scalars import Scalars
-from rpipe.runtime.side_group import serve_store, side_group
-from rpipe.runtime.world import World, quiet_barrier
+from rpipe.runtime.side_group import leave, serve_store, side_group
+from rpipe.runtime.world import World, WorldError, quiet_barrier
+from rpipe.training.hf import Shape, read_shape
 
 PARK_S = 0.005
-
-
-def model_dir(config: Config, run_dir: RunDir) -> Path:
-    return run_dir.model if config.model.path is None else Path(config.model.path).expanduser()
 
 
 async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
@@ -59,8 +60,12 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
     for note in data.notes:
         watch.say(note)
     try:
-        driver = RolloutDriver(config, world, log, mailbox, Channel(await group, device), data, dump, watch)
-        return await driver.run(owner)
+        channel = Channel(await group, device)
+        await asyncio.to_thread(channel.prove, CHANNEL_TRAINER, True)
+        driver = RolloutDriver(config, world, log, mailbox, channel, data, dump, watch)
+        reason = await driver.run(owner)
+        leave(group.result())
+        return reason
     finally:
         watch.close()
 
@@ -87,24 +92,57 @@ async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> 
 
 
 def load(config: Config, run_dir: RunDir) -> RolloutData:
-    """Model folder, tokenizer and prompts; raises DataError before anything is started."""
+    """Model folder, tokenizer and prompts, checked against each other; raises DataError before anything is started."""
     if config.model.make is not None:
         make_model(config.model.make, run_dir.model, config.run.seed)
-    tokenizer = load_tokenizer(model_dir(config, run_dir))
+    folder = run_dir.model_of(config)
+    tokenizer = load_tokenizer(folder)
     train, held_out = load_data(config.data, tokenizer, Path.cwd())
-    rewards = {**(held_out.rewards if held_out else {}), **train.rewards}
+    check(config, read_shape(folder), [*train, *(held_out or ())])
+    if config.model.warm_up is not None:
+        supervised(train, tokenizer, tokenizer.eos_token_id)  # raises where a prompt has no worked solution
+    notes = [s.note for s in (train, held_out) if s is not None and s.note]
+    if held_out is not None and len(held_out) < config.evaluation.prompts:
+        notes.append(
+            f"evaluation.prompts = {config.evaluation.prompts}, but data.held_out has {len(held_out)}: all of them are used"
+        )
+    if config.rollout.trajectories_per_group == 1:
+        notes.append(
+            "rollout.trajectories_per_group = 1: a trajectory has no siblings to be better than; nothing will be learned"
+        )
     return RolloutData(
         train=train,
         held_out=list(held_out or ())[: config.evaluation.prompts],
         order=Order(len(train), config.run.seed, config.data.shuffle),
-        reward_functions=rewards,
+        reward_functions={**(held_out.rewards if held_out else {}), **train.rewards},
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        notes=[s.note for s in (train, held_out) if s is not None and s.note],
+        notes=notes,
     )
+
+
+def check(config: Config, shape: Shape, prompts: list[Prompt]) -> None:
+    """Raises DataError where model, parallel sizes, prompts and lengths do not go together."""
+    heads = f"the model's {shape.heads} heads and {shape.kv_heads} key-value heads"
+    if shape.heads % config.training.tp or shape.kv_heads % config.training.tp:
+        raise DataError(f"training.tp = {config.training.tp} does not divide {heads}")
+    if shape.heads % config.engine.tp:  # key-value heads may be copied there
+        raise DataError(f"engine.tp = {config.engine.tp} does not divide {heads}")
+    context = config.engine.context_tokens or shape.max_positions
+    longest = max(prompts, key=lambda p: len(p.token_ids))
+    wanted = len(longest.token_ids) + config.rollout.max_new_tokens
+    if wanted > context:
+        raise DataError(
+            f"{longest.prompt_id}: its {len(longest.token_ids)} tokens and rollout.max_new_tokens ="
+            f" {config.rollout.max_new_tokens} exceed the context of {context} tokens"
+        )
 
 
 def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:
     index = world.role_rank // config.engine.tp
+    if len(set(world.hosts[world.rank : world.rank + config.engine.tp])) > 1:
+        raise WorldError(
+            f"engine {index}: its {config.engine.tp} ranks are on several hosts; wanted: whole engines on each host"
+        )
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     return EngineOwner(_engine(config, index, run_dir), index, config, world.clock)
 
@@ -119,4 +157,4 @@ def _engine(config: Config, index: int, run_dir: RunDir) -> Engine:
 
     first = devices.local_rank()
     slots = None if config.cluster.accelerator == "cpu" else tuple(range(first, first + config.engine.tp))
-    return SglangEngine(config, index, model_dir(config, run_dir), run_dir.logs, slots)
+    return SglangEngine(config, index, run_dir.model_of(config), run_dir.logs, slots)

@@ -7,6 +7,7 @@ argument or replaces a default below; what the engine itself must decide is refu
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,5 +113,6 @@ def server_environment(config: Config, devices: tuple[int, ...] | None, inherite
         }
     if devices is not None:
         visible = {"cuda": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}[config.cluster.accelerator]
-        extra[visible] = ",".join(map(str, devices))
+        inherited = [d for d in os.environ.get(visible, "").split(",") if d]  # what the job itself was given, if it says
+        extra[visible] = ",".join(inherited[d] if inherited else str(d) for d in devices)
     return extra

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from rpipe.config import Config
-from rpipe.core.events import EngineUpdated, TurnFinished
+from rpipe.core.events import EngineUpdated, TurnFinished, TurnStarted
 from rpipe.core.types import Version
 from rpipe.rollout.engine import Engine, EngineError, Sampling, TensorSpec, TurnRequest
 from rpipe.runtime.messages import (
@@ -31,6 +31,7 @@ from rpipe.runtime.messages import (
     LoadWeights,
     Message,
     StartTurn,
+    TurnBegan,
     TurnDone,
     WeightsLoaded,
 )
@@ -124,7 +125,9 @@ class EngineOwner:
         spans: list[tuple[int, int, int]] = []
         began, first, finish, cached = self._clock(), 0.0, "", 0
         async for chunk in self.engine.generate(request):
-            first = first or self._clock()
+            if not first:
+                first = self._clock()
+                self.reply(TurnBegan(TurnStarted(t=first, trajectory=trajectory, engine=self.index)))
             if chunk.token_ids:
                 spans = _extend(spans, len(ids), len(ids) + len(chunk.token_ids), chunk.version)
             ids.extend(chunk.token_ids)

@@ -80,6 +80,14 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
 
+    def prove(self, peer: int, first: bool) -> None:
+        """One byte each way: the connection stands (backends make it on first use) before anything depends on it."""
+        for mine in (first, not first):
+            if mine:
+                self.send(np.zeros(1, np.uint8), peer).wait()
+            else:
+                self.receive(1, peer)
+
     def send(self, data: NDArray[np.uint8], rank: int) -> Sent:
         """`rank` is the receiver's in the group. Returns at once."""
         import torch

@@ -25,7 +25,7 @@ Report = Callable[[Path], str]  # writes RUN_DIR/report.json, returns what a per
 
 
 def train(config_path: str, overrides: Sequence[str], report: Report | None = None, module: str = "rpipe.train") -> int:
-    """Run one attempt of a job; returns the exit code: 0 ended, 1 failed, 2 not started, 130 Ctrl-C, 143 SIGTERM.
+    """Run one attempt of a job; returns the exit code: 0 ended, 1 failed, 2 not started, 130 Ctrl-C, 143 SIGTERM, 75 USR2.
 
     `module` is what every rank runs, as `python -m mpi4py -m MODULE RUN_DIR --attempt N`.
     """

@@ -3,9 +3,10 @@
 Small typed records in msgpack; tensors travel elsewhere (runtime.channel). Who says what to whom:
 
     rollout coordinator  -> engine owner          Join, StartTurn, CancelTurn, LoadWeights, CloseEngine
-    engine owner         -> rollout coordinator   EngineUp, TurnDone, WeightsLoaded, EngineFailed
-    rollout coordinator  -> training coordinator  EnginesUp, GroupHeader, Dropped, Ended, Confirmed, RolloutDone
-    training coordinator -> rollout coordinator   Rendezvous, Offer, Received, TrainerState, StepReport, Stop
+    engine owner         -> rollout coordinator   EngineUp, TurnBegan, TurnDone, WeightsLoaded, EngineFailed
+    rollout coordinator  -> training coordinator  EnginesUp, GroupHeader, Dropped, Ended, Confirmed
+    training coordinator -> rollout coordinator   Rendezvous, Offer, Ready, Received, TrainerState,
+                                                  StepReport, Stop
     training coordinator -> training ranks        Work
     training ranks       -> training coordinator  BatchDone
     coordinators         -> each other, their ranks   Alive
@@ -27,6 +28,7 @@ from rpipe.core.events import (
     StopTraining,
     TrainMicroBatch,
     TurnFinished,
+    TurnStarted,
 )
 from rpipe.core.types import GroupId, TrajectoryId, Version
 
@@ -84,6 +86,10 @@ class EngineUp(Message, frozen=True):
     seconds: float
 
 
+class TurnBegan(Message, frozen=True):
+    event: TurnStarted
+
+
 class TurnDone(Message, frozen=True):
     """`versions` holds (start, end, version) of the response's tokens."""
 
@@ -106,7 +112,7 @@ class EngineFailed(Message, frozen=True):
 
 
 class EnginesUp(Message, frozen=True):
-    """Every engine answers; `cursor` positions of the data set are the rollout side's to keep."""
+    """Every engine answers."""
 
 
 class Rendezvous(Message, frozen=True):
@@ -118,7 +124,7 @@ class Rendezvous(Message, frozen=True):
 
 
 class GroupHeader(Message, frozen=True):
-    """A group's tensors follow on the channel, in the order of the headers."""
+    """A group is complete and waits on the rollout side's host until the trainer is Ready for it."""
 
     group: GroupId
     order: int
@@ -146,12 +152,14 @@ class Confirmed(Message, frozen=True):
     version: Version
 
 
-class RolloutDone(Message, frozen=True):
-    reason: str
-
-
 class Offer(Message, frozen=True):
     version: Version
+
+
+class Ready(Message, frozen=True):
+    """The trainer receives this group now: its tensor may go."""
+
+    group: GroupId
 
 
 class Received(Message, frozen=True):
@@ -182,7 +190,8 @@ class Stop(Message, frozen=True):
 
 
 class Work(Message, frozen=True):
-    """Do this next; for a micro-batch its tensors follow on the channel (`nbytes`)."""
+    """Do this next; a micro-batch's tensor follows on the channel (`nbytes`) and says what is in it, `slices` being empty:
+    a message stays so small that MPI sends it at once, whatever the receiver does."""
 
     command: BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining
     nbytes: int = 0
@@ -194,7 +203,29 @@ class BatchDone(Message, frozen=True):
 
 
 AnyMessage = (
-    Alive | Join | StartTurn | CancelTurn | LoadWeights | CloseEngine | EngineUp | TurnDone | WeightsLoaded | EngineFailed
-    | EnginesUp | Rendezvous | GroupHeader | Dropped | Ended | Confirmed | RolloutDone | Offer | Received | TrainerState
-    | StepReport | Stop | Work | BatchDone
+    Alive
+    | Join
+    | StartTurn
+    | CancelTurn
+    | LoadWeights
+    | CloseEngine
+    | EngineUp
+    | TurnBegan
+    | TurnDone
+    | WeightsLoaded
+    | EngineFailed
+    | EnginesUp
+    | Rendezvous
+    | GroupHeader
+    | Dropped
+    | Ended
+    | Confirmed
+    | Offer
+    | Ready
+    | Received
+    | TrainerState
+    | StepReport
+    | Stop
+    | Work
+    | BatchDone
 )

@@ -85,6 +85,7 @@ def job_environment(cluster: Cluster, starter: Starter, job: str, columns: int |
     env.setdefault("HF_HUB_OFFLINE", "1")  # models are folders; nothing asks the network
     if cluster.accelerator == "cpu":
         env["TORCHDYNAMO_DISABLE"] = "1"  # no compiler is asked of a CPU machine
+        env["CUDA_VISIBLE_DEVICES"] = env["ASCEND_RT_VISIBLE_DEVICES"] = ""  # a GPU that is there must not be half used
     interface = cluster.interface or ("lo" if starter.one_host else None)
     if interface:
         env["GLOO_SOCKET_IFNAME"] = interface

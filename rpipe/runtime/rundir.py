@@ -1,10 +1,10 @@
 """Where does a run keep its things?
 
-    RUN_DIR/config.yaml          resolved             RUN_DIR/environment.json   versions, git, Slurm
-    RUN_DIR/attempt-N/events/    the event log        RUN_DIR/attempt-N/logs/    engines
-    RUN_DIR/trajectories/        parquet              RUN_DIR/tensorboard/
-    RUN_DIR/model/               made on the spot     RUN_DIR/checkpoints/       iteration-NNNNNN
-    RUN_DIR/hf/                  final weights        RUN_DIR/report.json
+RUN_DIR/config.yaml          resolved             RUN_DIR/environment.json   versions, git, Slurm
+RUN_DIR/attempt-N/events/    the event log        RUN_DIR/attempt-N/logs/    engines
+RUN_DIR/trajectories/        parquet              RUN_DIR/tensorboard/
+RUN_DIR/model/               made on the spot     RUN_DIR/checkpoints/       iteration-NNNNNN
+RUN_DIR/hf/                  final weights        RUN_DIR/report.json
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from rpipe.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class RunDir:
     @property
     def model(self) -> Path:
         return self.path / "model"
+
+    def model_of(self, config: Config) -> Path:
+        """The Hugging Face folder that the run starts from."""
+        return self.model if config.model.path is None else Path(config.model.path).expanduser()
 
     @property
     def checkpoints(self) -> Path:

@@ -40,12 +40,14 @@ LOOK_S = 0.5  # between looks at failure files and processes
 DRAIN_S = 1.0  # for the last lines in the pipes
 TAIL_BYTES = 256 << 10
 _STOP_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
+STOPPED_FILE = "stopped"  # left by a rank in the attempt's folder: the job was asked to stop and did
+STOPPED_CODE = 75  # EX_TEMPFAIL: a batch script may requeue
 _STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    code: int  # 0 ended; 130, 143, 129 stopped by Ctrl-C, SIGTERM, hang-up; 1 failed
+    code: int  # 0 ended; 130, 143, 129 stopped by Ctrl-C, SIGTERM, hang-up; 75 by USR2; 1 failed
     cause: str  # empty at a normal end
 
 
@@ -166,6 +168,8 @@ def supervise(command: Sequence[str], env: Mapping[str, str], log: Path, stop_s:
     if requests.stop is not None:
         return Outcome(_STOP_CODES[requests.stop], f"stopped by {_STOP_NAMES[requests.stop]}")
     if code == 0 and first_failure(log.parent) is None:
+        if (log.parent / STOPPED_FILE).exists():
+            return Outcome(STOPPED_CODE, "stopped at a safe point (USR2); started again in the same run.dir, it goes on")
         return Outcome(0, "")
     return Outcome(1, explain(streams.tail.decode(errors="replace"), log.parent, code, role))
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Role = Literal["rollout", "training"]
 PINGS = 8
+STOPPED = "stop requested"  # why a run ended that was asked to
 
 
 class WorldError(RuntimeError):
@@ -73,17 +74,17 @@ class World:
         """Its rank in the world; rollout's is 0."""
         return self.rollout_ranks
 
-    @property
-    def name(self) -> str:
-        """How messages call this rank."""
-        return f"rank {self.rank} ({self.role}, {self.host})"
-
     def address(self, interface: str | None) -> str:
         """Where others reach this rank: loopback on one host, else the chosen interface, else the host's own address."""
         if interface is None and len(set(self.hosts)) == 1:
             return "127.0.0.1"
         if interface is None:
-            return socket.gethostbyname(self.host)
+            found_address = socket.gethostbyname(self.host)
+            if found_address.startswith("127."):  # Debian's /etc/hosts: other nodes would dial themselves
+                raise WorldError(
+                    f"{self.host} resolves to {found_address} on itself; name the network: cluster.interface = eth0, say"
+                )
+            return found_address
         import psutil
 
         found = psutil.net_if_addrs().get(interface, [])
@@ -127,7 +128,7 @@ def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:
 
 
 def _ask_to_stop(world: World, number: int, frame: FrameType | None) -> None:
-    world.stop_reason = "stop requested"
+    world.stop_reason = STOPPED
 
 
 def quiet_barrier(comm: Any, limit_s: float, what: str) -> None:

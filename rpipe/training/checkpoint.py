@@ -52,6 +52,12 @@ def load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
+def holds(directory: Path, prefix: str) -> bool:
+    """Whether it has tensors whose keys begin so."""
+    verify(directory)
+    return any(key.startswith(prefix) for key in dist_checkpointing.load_tensors_metadata(str(directory)))
+
+
 def verify(directory: Path) -> None:
     """Raises ValueError, naming the file, unless every file is there in its full size."""
     try:

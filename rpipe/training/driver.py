@@ -52,6 +52,7 @@ from rpipe.runtime.messages import (
     Ended,
     GroupHeader,
     Offer,
+    Ready,
     Received,
     StepReport,
     Stop,
@@ -91,7 +92,7 @@ class TrainingDriver:
         self._held: dict[GroupId, Sequences] = {}
         self._sent: dict[int, list[Sent]] = {}  # micro-batch -> tensors on their way to its ranks
         self._publishing = (0.0, 0)  # since when, bytes
-        self._cursor = 0
+        self._cursors: dict[int, int] = {}  # iterations trained -> prompts drawn by then
         self._busy_s = [0.0] * config.replicas
         self._last_t = 0.0
         self._last_state: tuple[float, bool, str, int] = (0.0, False, "", 0)
@@ -99,8 +100,9 @@ class TrainingDriver:
 
     def run(self, iteration: int, cursor: int) -> str:
         """From the first publish to StopTraining; returns its reason. Raises OffPolicy, ChannelError, TimeoutError."""
-        self._cursor = cursor
-        self._inbox.append(TrainerReady(t=self.world.clock(), iteration=iteration, version=iteration))
+        self._cursors[iteration] = cursor
+        now = self.world.clock()
+        self._inbox.append(TrainerReady(t=now, iteration=iteration, version=iteration, replicas=self.config.replicas))
         while True:
             for _, message in self._mailbox.poll():
                 self._receive(message)
@@ -142,7 +144,7 @@ class TrainingDriver:
             case Dropped():
                 self._inbox.append(GroupDropped(t=now, group=message.group, order=message.order, iteration=message.iteration))
             case Ended():
-                self._cursor = message.cursor
+                self._cursors = {**self._cursors, message.iteration + 1: message.cursor}
                 self._inbox.append(
                     RolloutEnded(
                         t=now,
@@ -157,6 +159,8 @@ class TrainingDriver:
                 self._inbox.append(WeightsPublished(t=now, version=message.version, started_t=started_t, nbytes=nbytes))
 
     def _receive_group(self, header: GroupHeader) -> GroupArrived:
+        self._mailbox.send(ROLLOUT, Ready(header.group))
+        self._mailbox.drain(self.config.limits.message_s)
         sequences, spans = unpack(self._groups.receive(header.nbytes, ROLLOUT))
         if tuple(sequences.lengths.tolist()) != header.tokens or any(spans[:, 3] != header.version):
             raise ChannelError(f"group {header.group}: its tensors are not what its header says")
@@ -184,13 +188,9 @@ class TrainingDriver:
         match command:
             case TrainMicroBatch():
                 self._dispatch(command)
-            case StopTraining(reason=reason):
-                if reason:
-                    self._mailbox.send(ROLLOUT, Stop(reason))
-                self._everywhere(Work(command))
-            case SaveCheckpoint():
-                self._everywhere(Work(command, cursor=self._cursor))
-            case BeginStep() | FinishStep() | PublishWeights():
+            case SaveCheckpoint(iteration=iteration):
+                self._everywhere(Work(command, cursor=self._cursors[iteration]))
+            case BeginStep() | FinishStep() | PublishWeights() | StopTraining():
                 self._everywhere(Work(command))
 
     def _everywhere(self, work: Work) -> None:
@@ -206,14 +206,18 @@ class TrainingDriver:
             if rank == self.world.role_rank:
                 self._queue.append((Work(command), batch))
             else:
-                self._mailbox.send(self.world.training_coordinator + rank, Work(command, nbytes=len(data)))
+                bare = msgspec.structs.replace(command, slices=())
+                self._mailbox.send(self.world.training_coordinator + rank, Work(bare, nbytes=len(data)))
                 self._sent.setdefault(command.micro_batch, []).append(self._batches.send(data, rank))
 
     # ---- own work
 
     def _work(self, work: Work, batch: Sequences | None) -> None:
+        # These two when their turn comes: engines that were told to stop would not join a broadcast still in the queue.
         if isinstance(work.command, PublishWeights):
             self._mailbox.send(ROLLOUT, Offer(work.command.version))
+        elif isinstance(work.command, StopTraining) and work.command.reason:
+            self._mailbox.send(ROLLOUT, Stop(work.command.reason))
         # MPI makes no progress while this rank computes: what was sent must be out before.
         self._mailbox.drain(self.config.limits.message_s)
         outcome = self._worker.do(work, batch)

@@ -43,6 +43,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 from rpipe.config import Config, Loss  # noqa: E402
 from rpipe.core.types import Sequences  # noqa: E402
+from rpipe.policy.batching import Item, pack  # noqa: E402
 from rpipe.runtime import device as devices  # noqa: E402
 from rpipe.training import attention, checkpoint, convert, hf, loss  # noqa: E402
 from rpipe.training import batch as batches_  # noqa: E402
@@ -153,7 +154,7 @@ class MegatronTrainer:
         if total.denominator:
             applied, norm, rate = self.optimizer.step(learning_rate)
         else:  # not one trained token anywhere
-            applied, norm, rate = False, 0.0, 0.0
+            applied, norm, rate = True, 0.0, 0.0  # a step of empty responses is no fault
         return total.told(applied, norm, rate)
 
     def _hidden(self, model: Any, batch: batches_.Batch) -> torch.Tensor:
@@ -255,6 +256,11 @@ class MegatronTrainer:
         checkpoint.save(Path(directory), {**self._sharded(loading=False), **common})
 
     def load(self, directory: Path) -> dict[str, Any]:
+        if self._reference is not None and not checkpoint.holds(Path(directory), "reference."):
+            raise ValueError(
+                f"{directory}: holds no reference weights: it was saved with training.loss.kl_coefficient = 0;"
+                " wanted: that again, or another run.dir"
+            )
         state = checkpoint.load(Path(directory), self._sharded(loading=True))
         self.model.load_state_dict(state["model"])
         self.optimizer.load(state["optimizer"], int(state["steps"]))
@@ -299,27 +305,15 @@ class MegatronTrainer:
             for batch in batches:
                 self.begin_step()
                 share = list(range(self.replica, batch.count, self.replicas))
-                for rows in _pack(batch.lengths[share], micro_batch_tokens):
-                    self.accumulate(batch.select([share[i] for i in rows]))
+                items = [Item(0, row, int(batch.lengths[row])) for row in share]
+                for rows in pack(items, micro_batch_tokens):
+                    self.accumulate(batch.select([item.sample for item in rows]))
                 last = self._finish(learning_rate).loss
         finally:
             self._loss, self._pinned = self.config.training.loss, pinned
         self.optimizer.reset()
         self._keep_round_start()
         return last
-
-
-def _pack(lengths: NDArray[np.int32], limit: int) -> list[list[int]]:
-    """Rows in order, cut where the next would exceed `limit` tokens; a longer row goes alone."""
-    packs: list[list[int]] = []
-    room = 0
-    for row, length in enumerate(lengths.tolist()):
-        if not packs or length > room:
-            packs.append([])
-            room = limit
-        packs[-1].append(row)
-        room -= length
-    return packs
 
 
 def _parallel_state(tp: int) -> None:

@@ -6,22 +6,24 @@ Then the coordinator's rank opens the weight broadcast with them (once; it is re
 
 from __future__ import annotations
 
-import math
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
+from rpipe.core.types import Sequences
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry, TrainerState
 from rpipe.runtime.rundir import RunDir
-from rpipe.runtime.side_group import WEIGHTS_GROUP, serve_store, side_group
+from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, serve_store, side_group
 from rpipe.runtime.world import World, quiet_barrier, role_world
 from rpipe.training.driver import ROLLOUT, TrainingDriver
+from rpipe.training.trainer import cut
 from rpipe.training.worker import POLL_S, TrainingWorker
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
     """This rank's part of training; returns why it ended, "" at a normal end."""
     devices.prepare(config.cluster.accelerator)
     device = devices.select(config.cluster.accelerator)
-    role_world(world, config.backend, config.cluster.interface, config.limits.collective_s)
+    role_world(world, devices.BACKENDS[config.cluster.accelerator], config.cluster.interface, config.limits.collective_s)
     import rpipe.training.megatron  # noqa: F401  (seconds of import, while the rollout side makes the model)
 
     quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
@@ -46,19 +48,22 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
         trainer = build(config, run_dir)
         start = resume(config, world, run_dir, trainer, log, mailbox)
         batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
+        worker = TrainingWorker(config, world, run_dir, trainer)
         if group is None:
-            return TrainingWorker(config, world, run_dir, trainer).serve(mailbox, batches)
+            return worker.serve(mailbox, batches)
         groups = Channel(group.result(), channel_device)
-    weights = open_broadcast(config, world, mailbox, trainer, start)
-    worker = TrainingWorker(config, world, run_dir, trainer, weights)
-    return TrainingDriver(config, worker, log, mailbox, groups, batches).run(start["iteration"], start["cursor"])
+        groups.prove(ROLLOUT, first=False)
+    worker.weights = open_broadcast(config, world, mailbox, trainer, start)
+    reason = TrainingDriver(config, worker, log, mailbox, groups, batches).run(start["iteration"], start["cursor"])
+    leave(group.result())
+    leave(worker.weights)
+    return reason
 
 
 def build(config: Config, run_dir: RunDir) -> MegatronTrainer:
-    from rpipe.rollout.setup import model_dir
     from rpipe.training.megatron import MegatronTrainer
 
-    return MegatronTrainer(config, model_dir(config, run_dir))
+    return MegatronTrainer(config, run_dir.model_of(config))
 
 
 def resume(
@@ -75,7 +80,7 @@ def resume(
     if config.model.warm_up is not None:
         started_t = world.clock()
         tell(mailbox, world, f"warming up for {config.model.warm_up.steps} supervised steps")
-        loss = warm_up(config, run_dir, trainer)
+        loss = warm_up(config, run_dir, trainer, mailbox)
         log.note(world.clock(), "WarmedUp", steps=config.model.warm_up.steps, loss=loss, started_t=started_t)
         tell(mailbox, world, "")
     return {"iteration": 0, "version": 0, "cursor": 0}
@@ -85,26 +90,31 @@ def tell(mailbox: Mailbox, world: World, text: str) -> None:
     """What the trainer does before its loop, for the progress display."""
     if world.is_coordinator:
         mailbox.send(ROLLOUT, TrainerState(bool(text), text, 0))
-        mailbox.drain(1.0)
 
 
-def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer) -> float:
+def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer, mailbox: Mailbox) -> float:
     """Supervised steps on the training prompts' own solutions; returns the last loss."""
     from pathlib import Path
 
     from rpipe.data.make_model import load_tokenizer
     from rpipe.data.prompts import load_prompts
     from rpipe.data.supervised import supervised_batches
-    from rpipe.rollout.setup import model_dir
 
     assert config.model.warm_up is not None
-    tokenizer = load_tokenizer(model_dir(config, run_dir))
+    tokenizer = load_tokenizer(run_dir.model_of(config))
     prompts = load_prompts(config.data.train, tokenizer, config.data.max_prompt_tokens, Path.cwd())
     plan = config.model.warm_up
     batches = supervised_batches(
         prompts, tokenizer, tokenizer.eos_token_id, plan.sequences_per_step, plan.steps, config.run.seed
     )
-    return trainer.warm_up(batches, plan.learning_rate, config.training.micro_batch_tokens)
+    return trainer.warm_up(_beating(batches, mailbox), plan.learning_rate, config.training.micro_batch_tokens)
+
+
+def _beating(batches: Iterator[Sequences], mailbox: Mailbox) -> Iterator[Sequences]:
+    """The same batches; the peers hear between them that this rank lives."""
+    for batch in batches:
+        mailbox.beat()
+        yield batch
 
 
 def open_broadcast(
@@ -115,7 +125,10 @@ def open_broadcast(
     address = world.address(config.cluster.interface)
     store = serve_store(address, config.limits.collective_s)
     size = 1 + config.engines * config.engine.tp
-    buckets = _buckets(trainer.weight_specs(), config.channel.weight_bucket_bytes)
+    buckets = tuple(
+        tuple(TensorEntry(*spec) for spec in bucket)
+        for bucket in cut(trainer.weight_specs(), config.channel.weight_bucket_bytes)
+    )
     join = Join(address, store.port, size, config.backend, buckets)
     mailbox.send(ROLLOUT, Rendezvous(join, start["iteration"], start["cursor"]))
     mailbox.drain(config.limits.message_s)
@@ -129,17 +142,3 @@ def _wait_for_engines(config: Config, mailbox: Mailbox) -> None:
                 return
         mailbox.check_silence(config.limits.start_s, "the engines to start")
         time.sleep(POLL_S)
-
-
-def _buckets(specs: list[tuple[str, str, tuple[int, ...]]], bucket_bytes: int) -> tuple[tuple[TensorEntry, ...], ...]:
-    """The buckets that `Trainer.weight_buckets` will yield: consecutive tensors, never over the limit unless alone."""
-    buckets: list[list[TensorEntry]] = [[]]
-    size = 0
-    for name, dtype, shape in specs:
-        nbytes = math.prod(shape) * {"float32": 4, "bfloat16": 2}[dtype]
-        if buckets[-1] and size + nbytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(TensorEntry(name, dtype, shape))
-        size += nbytes
-    return tuple(map(tuple, buckets))

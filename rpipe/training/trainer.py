@@ -7,7 +7,8 @@ All ranks meet in `begin_step`, `finish_step`, `weight_buckets`, `save` and `loa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +36,24 @@ class StepStats:
     sequences: int
 
 
+WeightSpec = tuple[str, str, tuple[int, ...]]  # Hugging Face name, dtype, shape
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def cut(specs: Sequence[WeightSpec], limit_bytes: int) -> list[list[WeightSpec]]:
+    """Consecutive buckets of at most `limit_bytes`; a larger tensor has one of its own. Both ends of the broadcast cut so."""
+    buckets: list[list[WeightSpec]] = []
+    room = 0
+    for spec in specs:
+        nbytes = math.prod(spec[2]) * BYTES[spec[1]]
+        if not buckets or nbytes > room:
+            buckets.append([])
+            room = limit_bytes
+        buckets[-1].append(spec)
+        room -= nbytes
+    return buckets
+
+
 class Trainer(Protocol):
     @property
     def replica(self) -> int:
@@ -60,7 +79,7 @@ class Trainer(Protocol):
         """Whole tensors under Hugging Face names, in one fixed order, a bucket at a time; tensors are valid on rank 0."""
         ...
 
-    def weight_specs(self) -> list[tuple[str, str, tuple[int, ...]]]:
+    def weight_specs(self) -> list[WeightSpec]:
         """(name, dtype, shape) of what `weight_buckets` yields, in its order."""
         ...
 

@@ -6,6 +6,7 @@ Whole tensors in one fixed order, one at a time: nothing gathers the model in on
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from megatron.core import parallel_state as mpu
 
 from rpipe.training import convert
 from rpipe.training.hf import Shape
+from rpipe.training.trainer import cut
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -38,16 +40,10 @@ class Weights:
 
     def buckets(self, limit_bytes: int) -> Iterator[Named]:
         """All weights; a tensor above the limit has a bucket of its own. Tensor-parallel ranks iterate together."""
-        bucket: Named = []
-        size = 0
-        for row in self._rows:
-            for name, tensor in self._whole(self._parameters[row.parameter].detach(), row):
-                if bucket and size + tensor.nbytes > limit_bytes:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append((name, tensor))
-                size += tensor.nbytes
-        yield bucket
+        whole = (named for row in self._rows for named in self._whole(self._parameters[row.parameter].detach(), row))
+        dtype = str(next(iter(self._parameters.values())).dtype).removeprefix("torch.")
+        for bucket in cut(self.specs(dtype), limit_bytes):
+            yield list(islice(whole, len(bucket)))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies of what has accumulated, not reduced over replicas. Tensor-parallel ranks call it together."""

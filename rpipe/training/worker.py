@@ -28,6 +28,7 @@ from rpipe.core.events import (
     TrainMicroBatch,
 )
 from rpipe.core.types import Sequences
+from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, unpack
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import BatchDone, Work
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 POLL_S = 0.001
+BLAME_S = 3.0
 
 
 @dataclass(slots=True)
@@ -59,6 +61,7 @@ class TrainingWorker:
         self, config: Config, world: World, run_dir: RunDir, trainer: Trainer, weights: dist.ProcessGroup | None = None
     ) -> None:
         self.config, self.world, self.run_dir, self.trainer, self.weights = config, world, run_dir, trainer, weights
+        self.device = devices.current(config.cluster.accelerator)
         replicas = world.role_comm.allgather(trainer.replica)
         self.members = [[rank for rank, r in enumerate(replicas) if r == replica] for replica in range(trainer.replicas)]
 
@@ -80,6 +83,7 @@ class TrainingWorker:
             case StopTraining(reason=reason):
                 if not reason:
                     self.trainer.export_hf(self.run_dir.hf)
+        devices.synchronize(self.device)  # an accelerator returns before it is done
         outcome.ended_t = self.world.clock()
         return outcome
 
@@ -117,15 +121,18 @@ class TrainingWorker:
             if self.weights is None:
                 continue
             tensors = [tensor.contiguous() for _, tensor in bucket]
-            for handle in [dist.broadcast(t, group=self.weights, group_src=0, async_op=True) for t in tensors]:
-                handle.wait()
+            try:
+                for handle in [dist.broadcast(t, group=self.weights, group_src=0, async_op=True) for t in tensors]:
+                    handle.wait()
+            except RuntimeError as error:
+                time.sleep(BLAME_S)  # whoever owns the engine knows better, and says so first
+                raise RuntimeError(f"the broadcast of weights to the engines broke off: {error}") from None
             nbytes += sum(t.nbytes for t in tensors)
         return nbytes
 
     def _save(self, iteration: int, version: int, cursor: int) -> str:
         path = self.run_dir.checkpoint(iteration)
-        if not path.exists():
-            self.trainer.save(path, {"iteration": iteration, "version": version, "cursor": cursor})
+        self.trainer.save(path, {"iteration": iteration, "version": version, "cursor": cursor})
         if self.world.is_coordinator:
             for old in self.run_dir.checkpoints_found()[self.config.run.keep_checkpoints :]:
                 shutil.rmtree(old, ignore_errors=True)

@@ -38,7 +38,7 @@ def type_text(hint: Any) -> str:
         return " or ".join(map(type_text, get_args(hint)))
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
         return "{" + ", ".join(fields(hint)) + "}"
-    return str(hint.__name__)
+    return "null" if hint is type(None) else str(hint.__name__)
 
 
 def fields(struct: type) -> Iterator[str]:

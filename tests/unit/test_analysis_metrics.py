@@ -133,7 +133,7 @@ def test_a_serial_iteration_has_the_figures_one_adds_up_by_hand(tmp_path: Path):
     rollout, training = logs(tmp_path / "attempt-1")
     with rollout, training:
         training.note(2.9, "WarmedUp", steps=3, loss=1.0, started_t=2.4)
-        training.event(TrainerReady(t=3.0, iteration=0, version=0))
+        training.event(TrainerReady(t=3.0, iteration=0, version=0, replicas=1))
         serial_iteration(rollout, training, 100.0)
         training.event(WeightsPublished(t=119.5, version=1, started_t=119.0, nbytes=8))
     told = report(tmp_path, "hand")
@@ -195,6 +195,7 @@ def streamed_iteration(rollout: EventLog, training: EventLog) -> None:
 def test_a_streamed_iteration_on_two_replicas_with_a_dropped_group(tmp_path: Path):
     rollout, training = logs(tmp_path / "attempt-1")
     with rollout, training:
+        training.event(TrainerReady(t=0.0, iteration=0, version=0, replicas=2))
         streamed_iteration(rollout, training)
     told = report(tmp_path, "hand")
     [row] = told["iterations"]

@@ -82,11 +82,13 @@ def test_an_answer_that_comes_twice_is_caught():
 
 def test_a_deadline_cuts_what_ran_too_long_once_and_scores_what_it_has():
     coordinator, _ = running(admission=Fifo(), trajectory_deadline_s=10.0)
+    assert coordinator.next_deadline_t is None, "what waits in an engine's queue has not begun"
+    for t, trajectory in [(1.0, TrajectoryId(0, 0)), (1.0, TrajectoryId(0, 1)), (3.0, TrajectoryId(2, 0))]:
+        coordinator.on(e.TurnStarted(t=t, trajectory=trajectory, engine=0))
     assert coordinator.next_deadline_t == 11.0
     coordinator.on(finished(0, 0))
-    aborted = coordinator.on(e.DeadlinePassed(t=11.5))
-    assert {c.trajectory for c in aborted} == {TrajectoryId(g, s) for g in range(3) for s in range(2)} - {TrajectoryId(0, 0)}
-    assert coordinator.on(e.DeadlinePassed(t=12.0)) == [] and coordinator.next_deadline_t is None
+    assert coordinator.on(e.DeadlinePassed(t=11.5)) == [e.AbortTurn(trajectory=TrajectoryId(0, 1), engine=1)]
+    assert coordinator.on(e.DeadlinePassed(t=12.0)) == [] and coordinator.next_deadline_t == 13.0
     commands = coordinator.on(finished(0, 1, finish="abort"))
     assert commands[0] == e.ScoreTrajectory(trajectory=TrajectoryId(0, 1))
 
@@ -117,7 +119,7 @@ def arrived(group, tokens=(10, 10), iteration=0, version=0):
 
 def ready(**changes):
     coordinator = TrainingCoordinator(training_settings(**changes))
-    coordinator.on(e.TrainerReady(t=0.0, iteration=0, version=0))
+    coordinator.on(e.TrainerReady(t=0.0, iteration=0, version=0, replicas=coordinator.settings.replicas))
     coordinator.on(e.WeightsPublished(t=0.0, version=0, started_t=0.0, nbytes=1))
     return coordinator
 
@@ -188,6 +190,36 @@ def test_checkpoints_fall_every_n_iterations_and_at_the_end():
     settings = training_settings(iterations=5, checkpoint_every_iterations=2)
     job = PureJob(rollout_settings(iterations=5), settings, groups=2, samples=2, choose=lambda n: 0).run()
     assert [c.iteration for c in job.training_commands(e.SaveCheckpoint)] == [2, 4, 5]
+
+
+def test_a_stop_while_weights_are_published_saves_once():
+    coordinator = TrainingCoordinator(training_settings())
+    coordinator.on(e.TrainerReady(t=0.0, iteration=0, version=0, replicas=2))
+    stopped = coordinator.on(e.StopRequested(t=0.5, reason="stop requested"))
+    assert stopped == [e.SaveCheckpoint(iteration=0, version=0)]
+    assert coordinator.on(e.WeightsPublished(t=1.0, version=0, started_t=0.0, nbytes=1)) == []
+    saved = e.CheckpointSaved(t=2.0, iteration=0, started_t=1.0, path="")
+    assert coordinator.on(saved) == [e.StopTraining(reason="stop requested")]
+
+
+def test_a_stop_during_the_last_save_is_a_normal_end():
+    coordinator = TrainingCoordinator(training_settings(iterations=3))
+    coordinator.on(e.TrainerReady(t=0.0, iteration=2, version=2, replicas=2))
+    coordinator.iteration = coordinator.version = 3
+    published = e.WeightsPublished(t=1.0, version=3, started_t=0.0, nbytes=1)
+    assert coordinator.on(published) == [e.SaveCheckpoint(iteration=3, version=3)]
+    assert coordinator.on(e.StopRequested(t=1.5, reason="stop requested")) == []
+    assert coordinator.on(e.CheckpointSaved(t=2.0, iteration=3, started_t=1.0, path="")) == [e.StopTraining(reason="")]
+
+
+def test_a_checkpoint_beyond_the_wanted_iterations_ends_at_once():
+    training = TrainingCoordinator(training_settings(iterations=2))
+    training.on(e.TrainerReady(t=0.0, iteration=3, version=3, replicas=2))
+    published = e.WeightsPublished(t=1.0, version=3, started_t=0.0, nbytes=1)
+    assert training.on(published) == [e.StopTraining(reason="")]
+    rollout = RolloutCoordinator(rollout_settings(iterations=2, engines=1))
+    rollout.on(e.WeightsOffered(t=0.0, version=3))
+    assert rollout.on(e.EngineUpdated(t=0.0, engine=0, version=3, started_t=0.0))[-1] == e.FinishRun()
 
 
 def test_events_cannot_be_changed():

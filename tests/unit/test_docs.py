@@ -33,6 +33,10 @@ def test_the_readme_s_example_is_valid(tmp_path):
     assert found.arithmetic() in (ROOT / "README.md").read_text().replace("\n", " ")
 
 
+def test_the_readme_has_no_figure_still_to_be_measured():
+    assert "MEASURED" not in (ROOT / "README.md").read_text()
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_links_and_pictures_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):

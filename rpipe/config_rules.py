@@ -1,0 +1,86 @@
+"""Which configs cannot work though each key alone is right?
+
+Asked once, when a config is made: the first answer is shown, in one line, with the nearest that would work.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rpipe.config import Config
+
+
+def problems(c: Config) -> list[str]:
+    """What cannot work, each with the nearest that would."""
+    found: list[str] = []
+    r, k, b = c.rollout.groups_per_iteration, c.rollout.trajectories_per_group, c.training.trajectories_per_step
+    if b % k:
+        found.append(
+            f"training.trajectories_per_step = {b} is not a whole number of groups of K = {k};"
+            f" nearest: {', '.join(str(x) for x in (b // k * k, (b // k + 1) * k) if x)}"
+        )
+    elif r * k % b:
+        fits = [u * k for u in range(1, r + 1) if r % u == 0]
+        below = [x for x in fits if x < b][-1:]
+        above = [x for x in fits if x > b][:1]
+        found.append(
+            f"training.trajectories_per_step = {b} does not divide R x K = {r} x {k} = {r * k};"
+            f" nearest: {', '.join(map(str, below + above))}"
+        )
+    if found:
+        return found  # the figures below are meaningless then
+    lockstep = c.training.tp * c.training.pp * c.training.cp
+    if c.cluster.training_ranks % lockstep:
+        found.append(
+            f"cluster.training_ranks = {c.cluster.training_ranks} is not tp x pp x cp x dp ="
+            f" {c.training.tp} x {c.training.pp} x {c.training.cp} x dp; wanted: a multiple of {lockstep}"
+        )
+    if c.cluster.rollout_ranks % c.engine.tp:
+        found.append(
+            f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}"
+        )
+    if c.pipeline.mode == "exact" and c.training.packing == "global":
+        found.append("pipeline.mode = exact wants training.packing = group (a micro-batch must not depend on arrival)")
+    if c.pipeline.max_staleness:
+        found.append(f"pipeline.max_staleness = {c.pipeline.max_staleness}: only 0 (on-policy) is built")
+    if c.evaluation.prompts and c.data.held_out is None:
+        found.append(f"evaluation.prompts = {c.evaluation.prompts} wants data.held_out")
+    wants = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[c.cluster.accelerator]
+    if c.backend not in ("gloo", wants):
+        found.append(
+            f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"
+            f" wanted: gloo or {wants}"
+        )
+    return [*found, *_not_built(c), *_without_effect(c)]
+
+
+def _not_built(c: Config) -> list[str]:
+    found: list[str] = []
+    for key in ("pp", "cp"):
+        if getattr(c.training, key) > 1:
+            found.append(f"training.{key} = {getattr(c.training, key)}: not built yet; wanted: 1")
+    if c.engine.kind == "scripted" and c.engine.tp > 1:
+        found.append(f"engine.tp = {c.engine.tp}: a scripted engine is one wide; wanted: 1")
+    return found
+
+
+def _without_effect(c: Config) -> list[str]:
+    """What would be accepted and do nothing, or something else than it says."""
+    found: list[str] = []
+    if c.admission.backfill == "kv_budget" and not c.admission.backfill_tokens:
+        found.append("admission.backfill = kv_budget wants admission.backfill_tokens above 0")
+    if c.admission.backfill == "none" and c.admission.backfill_tokens:
+        found.append("admission.backfill_tokens wants admission.backfill = kv_budget")
+    if c.rollout.top_k == 0 or c.rollout.top_k < -1:
+        found.append(f"rollout.top_k = {c.rollout.top_k}; wanted: -1 (all) or at least 1")
+    rate = c.training.optimizer
+    if rate.minimum_learning_rate > rate.learning_rate:
+        found.append(
+            f"training.optimizer.minimum_learning_rate = {rate.minimum_learning_rate:g} is above"
+            f" learning_rate = {rate.learning_rate:g}"
+        )
+    steps = c.run.iterations * c.steps_per_iteration
+    if rate.schedule == "cosine" and rate.warm_up_steps >= steps:
+        found.append(f"training.optimizer.warm_up_steps = {rate.warm_up_steps} leaves nothing of the run's {steps} steps")
+    return found
