@@ -92,4 +92,4 @@ def fail(run_dir: RunDir, rank: int, error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    worlds.end(main())

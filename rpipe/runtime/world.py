@@ -6,13 +6,15 @@ thread owns MPI. All times in the job are seconds on rank 0's clock: every rank 
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import mpi4py
 
@@ -125,6 +127,15 @@ def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:
         raise WorldError(f"the {role} communicator has {found.role_size} ranks")
     signal.signal(signal.SIGUSR2, lambda number, frame: _ask_to_stop(found, number, frame))
     return found
+
+
+def end(code: int) -> NoReturn:
+    """Leave MPI and the process. The interpreter's own end would race with the threads of gloo and of torch's stores, which
+    now and then abort a process that has done all its work."""
+    MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _ask_to_stop(world: World, number: int, frame: FrameType | None) -> None:
