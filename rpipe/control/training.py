@@ -66,7 +66,8 @@ class Step:
     """The optimizer step that is being accumulated."""
 
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
-    pending: list[list[list[Item]]] = field(default_factory=list)  # queues of micro-batches: one for all in fifo, else one each
+    queues: list[list[list[Item]]] = field(default_factory=list)  # of cut micro-batches: one for all in fifo, else one each
+    waiting: list[Item] = field(default_factory=list)  # fifo with global packing: cut when a replica is free
     held: list[int] = field(default_factory=list)  # micro-batches on each replica
     closed: bool = False  # no group will join
     finishing: bool = False
@@ -177,7 +178,7 @@ class TrainingCoordinator:
             while (group := self._open_step_group()) is not None:
                 if self._step is None:
                     queues = 1 if self.settings.mode == "fifo" else self.settings.replicas
-                    self._step = Step(pending=[[] for _ in range(queues)], held=[0] * self.settings.replicas)
+                    self._step = Step(queues=[[] for _ in range(queues)], held=[0] * self.settings.replicas)
                     commands.append(BeginStep(step=self.steps_done, iteration=self.iteration))
                 taken += self._take_in(self._step, group)
             step = self._step
@@ -185,9 +186,12 @@ class TrainingCoordinator:
                 return [*commands, *self._end_iteration()]
             nothing_follows = self._all_arrived() and not self._fifo
             step.closed = len(step.groups) == self.settings.groups_per_step or nothing_follows
-            self._cut(step, taken)
-        commands += self._pull(step)
-        if step.closed and not step.finishing and not any(step.pending) and not any(step.held):
+            if self._spans_as_it_comes:
+                step.waiting += taken
+            else:
+                self._cut(step, taken)
+        commands += self._pull_spanning(step) if self._spans_as_it_comes else self._pull(step)
+        if step.closed and not step.finishing and not step.waiting and not any(step.queues) and not any(step.held):
             step.finishing = True
             commands.append(FinishStep(step=self.steps_done, iteration=self.iteration, groups=tuple(step.groups)))
         return commands
@@ -211,7 +215,7 @@ class TrainingCoordinator:
         )
         for unit in units:
             for replica, share in enumerate(owners(unit, self.settings.replicas)):
-                queue = step.pending[replica % len(step.pending)]
+                queue = step.queues[replica % len(step.queues)]
                 queue += pack(share, self.settings.micro_batch_tokens)
 
     def _pull(self, step: Step) -> list[TrainingCommand]:
@@ -219,9 +223,30 @@ class TrainingCoordinator:
         commands: list[TrainingCommand] = []
         for _ in range(AHEAD):
             for replica in sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r)):
-                queue = step.pending[replica % len(step.pending)]
+                queue = step.queues[replica % len(step.queues)]
                 if queue and step.held[replica] < AHEAD:
                     commands.append(self._micro_batch(step, replica, queue.pop(0)))
+        return commands
+
+    @property
+    def _spans_as_it_comes(self) -> bool:
+        return self.settings.mode == "fifo" and self.settings.span_groups
+
+    def _pull_spanning(self, step: Step) -> list[TrainingCommand]:
+        """Feasible batch (RolloutPipe, section 3.2): what waits is shared by the idle replicas, each up to the token budget.
+
+        A busy replica gets nothing ahead: what completes meanwhile joins its next micro-batch.
+        """
+        idle = [replica for replica, held in enumerate(step.held) if not held]
+        if not idle or not step.waiting:
+            return []
+        commands: list[TrainingCommand] = []
+        taken: set[Item] = set()
+        for replica, share in zip(idle, owners(step.waiting, len(idle))):
+            for batch in pack(share, self.settings.micro_batch_tokens)[:1]:
+                commands.append(self._micro_batch(step, replica, batch))
+                taken.update(batch)
+        step.waiting = [item for item in step.waiting if item not in taken]
         return commands
 
     def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:

@@ -21,7 +21,7 @@ from tests.bench.jobs import run
 
 MODES = {
     "serial": ["pipeline.mode=serial", "admission.policy=fifo", "training.packing=global"],
-    "fifo + frontier": ["pipeline.mode=fifo", "admission.policy=frontier", "training.packing=group"],
+    "fifo + frontier": ["pipeline.mode=fifo", "admission.policy=frontier", "training.packing=global"],
 }
 FIGURES = {
     "rollout to train end, s": "rollout_to_train_end_s",

@@ -161,6 +161,16 @@ def test_global_packing_lets_a_micro_batch_span_groups():
     assert batch.slices == (e.Slice(0, (0, 1)), e.Slice(1, (0, 1)))
 
 
+def test_what_completes_while_replicas_work_shares_their_next_micro_batch():
+    coordinator = ready(mode="fifo", span_groups=True, groups_per_step=3)
+    first = [c for c in coordinator.on(arrived(0)) if isinstance(c, e.TrainMicroBatch)]
+    assert [(c.replica, c.slices) for c in first] == [(0, (e.Slice(0, (0,)),)), (1, (e.Slice(0, (1,)),))]
+    assert coordinator.on(arrived(1)) == coordinator.on(arrived(2)) == []
+    done = e.MicroBatchDone(t=1.0, replica=1, micro_batch=1, started_t=0.0, ended_t=1.0, trajectories=1, tokens=10)
+    (next_one,) = coordinator.on(done)
+    assert (next_one.replica, next_one.slices) == (1, (e.Slice(1, (0, 1)), e.Slice(2, (0, 1))))
+
+
 def test_a_pulling_replica_holds_at_most_two_micro_batches():
     coordinator = ready(mode="fifo", replicas=1, micro_batch_tokens=10)
     first = coordinator.on(arrived(0, tokens=(10, 10, 10, 10)))
