@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from rpipe.runtime import device
 
-device.prepare("cpu")
-from megatron.core import dist_checkpointing  # noqa: E402
-
-import rpipe.training.megatron  # noqa: E402, F401  (makes megatron work on a CPU)
-
 
 def moments(checkpoint: str) -> dict[str, object]:
+    import rpipe.training.megatron  # noqa: F401  (first: it makes megatron work on a CPU)
+
+    from megatron.core import dist_checkpointing  # isort: skip
+
     tensors = dist_checkpointing.load_plain_tensors(checkpoint)
     return {key: value for key, value in tensors.items() if key.endswith("exp_avg") or ".exp_avg." in key}
 
 
 if __name__ == "__main__":
+    device.prepare("cpu")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}", rank=0, world_size=1)
     left, right = (moments(path) for path in sys.argv[1:])
     assert left.keys() == right.keys() and left, sorted(left)
