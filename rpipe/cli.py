@@ -47,10 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "version":
         print(version())
         return 0
-    from rpipe.report import write
-    from rpipe.runtime.launch import train
+    try:
+        from rpipe.report import write
+        from rpipe.runtime.launch import train
 
-    return train(arguments.config, arguments.overrides, report=write)
+        return train(arguments.config, arguments.overrides, report=write)
+    except KeyboardInterrupt:  # the job's own handlers stand later
+        print("stopped by Ctrl-C before the job started", file=sys.stderr)
+        return 130
 
 
 def version() -> str:

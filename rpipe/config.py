@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -328,6 +328,18 @@ def _section(owner: Any, name: str) -> Any:
     return next((o for o in options if isinstance(o, type) and issubclass(o, Section)), None)
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice: the last would win, and a pasted second section would drop the first whole."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in above:
         raise ConfigError(f"{path}: includes itself")
@@ -338,7 +350,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text: byte {error.start} is {error.object[error.start]:#x}") from None
     try:
-        tree = yaml.safe_load(text) or {}
+        tree = yaml.load(text, _Loader) or {}
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         at = f":{mark.line + 1}" if mark else ""

@@ -74,6 +74,10 @@ def _without_effect(c: Config) -> list[str]:
         found.append("admission.backfill_tokens wants admission.backfill = kv_budget")
     if c.rollout.top_k == 0 or c.rollout.top_k < -1:
         found.append(f"rollout.top_k = {c.rollout.top_k}; wanted: -1 (all) or at least 1")
+    if c.limits.message_s < 2 * c.limits.heartbeat_s:
+        found.append(
+            f"limits.message_s = {c.limits.message_s:g} is less than two beats of limits.heartbeat_s = {c.limits.heartbeat_s:g}"
+        )
     rate = c.training.optimizer
     if rate.minimum_learning_rate > rate.learning_rate:
         found.append(

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s)
         rank = world.rank
         return run(config, world, run_dir)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is none of Exception's
         fail(run_dir, rank, error)
         raise  # mpi4py's runner aborts the whole job
 
@@ -62,7 +62,7 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
         else:
             reason = asyncio.run(rollout.run(config, world, run_dir, log, mailbox))
         log.note(world.clock(), "JobEnded", reason=reason)
-    worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end")
+    worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end", mailbox)
     reason = next(filter(None, world.comm.allgather(reason)), "")
     if reason == worlds.STOPPED and world.rank == 0:
         (run_dir.attempt_path / STOPPED_FILE).touch()
@@ -80,7 +80,7 @@ def heartbeat_peers(config: Config, world: World) -> tuple[int, ...]:
     return (0, *range(world.training_coordinator + 1, world.training_coordinator + config.cluster.training_ranks))
 
 
-def fail(run_dir: RunDir, rank: int, error: Exception) -> None:
+def fail(run_dir: RunDir, rank: int, error: BaseException) -> None:
     """Leave one line for whoever started the job."""
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if not isinstance(error, (RuntimeError, ValueError, OSError)):

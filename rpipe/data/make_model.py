@@ -55,6 +55,9 @@ def make_model(make: config.MakeModel, directory: Path, seed: int) -> Path:
     return directory
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 def load_tokenizer(directory: Path) -> Any:
     """The folder's tokenizer, without the network. Raises DataError."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,6 +65,8 @@ def load_tokenizer(directory: Path) -> Any:
 
     if not directory.is_dir():
         raise DataError(f"model.path = {directory}: no such folder; wanted: a Hugging Face model folder")
+    if not any((directory / name).exists() for name in _TOKENIZER_FILES):
+        raise DataError(f"model.path = {directory}: no tokenizer in it; wanted: one of {', '.join(_TOKENIZER_FILES)}")
     try:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # a dozen kinds, by what is broken

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -128,13 +129,14 @@ class RolloutDriver:
         data: RolloutData,
         dump: TrajectoryDump,
         watch: Watch,
+        rewards_log: Path,
     ) -> None:
         self.config = config
         self.coordinator = RolloutCoordinator(settings(config))
         self._world, self._log, self._mailbox, self._channel = world, log, mailbox, channel
         self._data, self._dump, self._watch = data, dump, watch
         self._owner: EngineOwner | None = None
-        self._rewards = RewardPool(config.reward, config.run.seed)
+        self._rewards = RewardPool(config.reward, config.run.seed, log_path=rewards_log)
         self._inbox: deque[RolloutEvent] = deque()
         self._held: dict[GroupId, HeldGroup] = {}
         self._waiting: dict[GroupId, NDArray[np.uint8]] = {}  # packed groups that the trainer is not ready for
@@ -159,6 +161,8 @@ class RolloutDriver:
             while not self.coordinator.done:
                 self._turn_crank()
                 await asyncio.sleep(0 if self._inbox else POLL_S)
+            if not self.reason:
+                self._watch.finish(self.coordinator, self._world.clock())
             return self.reason
         finally:
             for task in self._tasks:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from rpipe.rollout.reward_functions import CHEAP
 
+_LAST_WORDS_S = 0.5
 _PIPELINED = 32  # cheap calls in one worker's pipe
 
 
@@ -134,6 +135,9 @@ class Worker(asyncio.SubprocessProtocol):
             try:
                 self._received(json.loads(line))
             except (ValueError, TypeError, IndexError, KeyError):  # a function wrote into our pipe
+                if not self.hello.done():  # no worker of ours: leave it the moment to say why it ends
+                    self._loop.call_later(_LAST_WORDS_S, self._give_up)
+                    return
                 if self.calls:
                     self._blame("broke its worker's pipe")
                 return self._give_up()
@@ -157,8 +161,8 @@ class Worker(asyncio.SubprocessProtocol):
                 self._give_up()
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        if fd == 1:
-            self.kill()  # where it closed its pipe and lives on
+        if fd == 1:  # where it closed its pipe and lives on
+            self._loop.call_later(0.0 if self.hello.done() else _LAST_WORDS_S, self.kill)
 
     def process_exited(self) -> None:
         # Its last replies may still be in the pipe: they are read before the transport says connection_lost, but a

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import math
 import os
 import random
 import resource
@@ -25,6 +24,7 @@ from rpipe.rollout import reward_functions
 
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
+_LARGEST = 1e30  # beyond it means and deviations overflow
 _MOST_CHARACTERS = 300  # of an error
 _MOST_FILES = 256
 _MOST_FILE_BYTES = 64 << 20
@@ -81,7 +81,7 @@ def _score(
         return 0.0, f"reward {name}: MemoryError: over reward.memory_bytes", True
     except BaseException as error:  # SystemExit and KeyboardInterrupt are a function's fault too
         return 0.0, _line(f"reward {name}: {type(error).__name__}: {error}"), False
-    if not math.isfinite(reward):
+    if not abs(reward) < _LARGEST:  # NaN, too
         return 0.0, f"reward {name} returned {reward}; wanted: a finite number", False
     return reward, "", False
 

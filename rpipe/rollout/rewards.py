@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 import sys
@@ -33,6 +34,7 @@ from rpipe.rollout.reward_process import Call, RewardError, Score, Worker
 
 __all__ = ["RewardError", "RewardPool", "Score"]
 
+MOST_PRINTED_BYTES = 8 << 20  # of what functions print; then it begins anew
 START_S = 60.0  # a worker imports the functions
 STOP_S = 5.0
 _STARTS = 3  # in a row that may fail
@@ -46,6 +48,7 @@ class RewardPool:
         self._seed = seed
         # What functions print. Open as long as the pool.
         self._log: IO[bytes] = open(log_path, "ab") if log_path else tempfile.TemporaryFile()  # noqa: SIM115
+        fcntl.fcntl(self._log, fcntl.F_SETFL, fcntl.fcntl(self._log, fcntl.F_GETFL) | os.O_APPEND)
         self._functions: dict[str, str] = {}
         self._queue: deque[Call] = deque()
         self._workers: set[Worker] = set()  # ready for calls
@@ -73,6 +76,8 @@ class RewardPool:
         if self._failure:
             raise self._failure
         self._sent += 1
+        if os.fstat(self._log.fileno()).st_size > MOST_PRINTED_BYTES:  # a full file would fail what prints into it
+            os.ftruncate(self._log.fileno(), 0)
         call = Call(self._sent, prompt.reward, b"", asyncio.get_running_loop().create_future())
         fields: list[Any] = [call.number, prompt.reward, "", response_text, prompt.answer, {}]
         if prompt.reward not in CHEAP:

@@ -20,20 +20,20 @@ from rpipe.data.make_model import load_tokenizer, make_model
 from rpipe.data.order import Order
 from rpipe.data.prompts import load_data
 from rpipe.data.supervised import supervised
-from rpipe.rollout.driver import CHANNEL_TRAINER, RolloutDriver
+from rpipe.rollout.driver import RolloutDriver
 from rpipe.rollout.engine import Engine
 from rpipe.rollout.held import RolloutData
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
 from rpipe.runtime import device as devices
-from rpipe.runtime.channel import Channel
+from rpipe.runtime.channel import open_channel
 from rpipe.runtime.dump import TrajectoryDump
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import CloseEngine
 from rpipe.runtime.progress import Progress
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.scalars import Scalars
-from rpipe.runtime.side_group import leave, serve_store, side_group
+from rpipe.runtime.side_group import serve_store
 from rpipe.runtime.world import World, WorldError, quiet_barrier
 from rpipe.training.hf import Shape, read_shape
 
@@ -42,32 +42,38 @@ PARK_S = 0.005
 
 async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
     """This rank's part of rollout; returns why it ended, "" at a normal end."""
-    data = load(config, run_dir) if world.is_coordinator else None
-    quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
-    store = serve_store(world.address(config.cluster.interface), config.limits.start_s) if world.rank == 0 else None
-    where = world.comm.bcast((store.host, store.port) if store is not None else None)
-    owner = _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None
-    if data is None:
-        return await serve(config, mailbox, owner)
-    assert owner is not None
-    device = devices.select(config.cluster.accelerator) if config.backend != "gloo" else devices.select("cpu")
-    meet = partial(side_group, where[0], where[1], 2, 0, "groups", config.backend, config.limits.start_s, store)
-    group = asyncio.create_task(asyncio.to_thread(meet))
-    dump = TrajectoryDump(run_dir.trajectories)
-    terminal = os.environ.get("RPIPE_TERMINAL") == "1"
-    columns = int(os.environ.get("COLUMNS", "0")) or None
+    if not world.is_coordinator:
+        quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
+        world.comm.bcast(None)
+        return await serve(config, mailbox, _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None)
+    terminal, columns = os.environ.get("RPIPE_TERMINAL") == "1", int(os.environ.get("COLUMNS", "0")) or None
     watch = Watch(config, Progress(terminal, columns), Scalars(run_dir.tensorboard))
-    for note in data.notes:
-        watch.say(note)
     try:
-        channel = Channel(await group, device)
-        await asyncio.to_thread(channel.prove, CHANNEL_TRAINER, True)
-        driver = RolloutDriver(config, world, log, mailbox, channel, data, dump, watch)
-        reason = await driver.run(owner)
-        leave(group.result())
-        return reason
+        return await coordinate(config, world, run_dir, log, mailbox, watch)
     finally:
         watch.close()
+
+
+async def coordinate(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox, watch: Watch) -> str:
+    """The coordinator's rank: model and prompts, the channel, then the loop."""
+    watch.say("reading the model and the prompts" if config.model.make is None else "making the model, reading the prompts")
+    data = load(config, run_dir)
+    quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
+    store = serve_store(world.address(config.cluster.interface), config.limits.start_s)
+    where = world.comm.bcast((store.host, store.port))
+    for note in data.notes:
+        watch.say(note)
+    engines = f"{config.engines} engine{'s' if config.engines > 1 else ''} ({config.engine.kind})"
+    watch.say(f"starting {engines} and {config.replicas} x {config.cluster.training_ranks // config.replicas} training ranks")
+    device = devices.select("cpu" if config.backend == "gloo" else config.cluster.accelerator)
+    meet = partial(open_channel, where, 0, config.backend, device, config.limits.message_s, store)
+    channel = await asyncio.to_thread(meet)
+    dump = TrajectoryDump(run_dir.trajectories)
+    owner = _owner(config, world, run_dir)
+    printed = run_dir.logs / "rewards.log"  # what reward functions print
+    reason = await RolloutDriver(config, world, log, mailbox, channel, data, dump, watch, printed).run(owner)
+    channel.close()
+    return reason
 
 
 async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> str:

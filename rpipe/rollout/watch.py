@@ -138,6 +138,12 @@ class Watch:
             )
         )
 
+    def finish(self, coordinator: RolloutCoordinator, now_t: float) -> None:
+        """The run ended normally: show the last iteration as what it is, whatever the trainer told last."""
+        self._trainer = TrainerState(False, "", self._config.rollout.groups_per_iteration)
+        self._shown_t = 0.0
+        self.show(coordinator, now_t)
+
     def say(self, text: str) -> None:
         """A line above the display."""
         self._progress.line(text)

@@ -63,6 +63,22 @@ def unpack(data: NDArray[np.uint8]) -> tuple[Sequences, Spans]:
     return Sequences(lengths, prompts, ids, read(np.uint8, tokens), advantages, rewards, logprobs), table
 
 
+def open_channel(
+    where: tuple[str, int], rank: int, backend: str, device: torch.device, timeout_s: float, store: dist.Store | None = None
+) -> Channel:
+    """Between the coordinators: rollout's is rank 0 and serves the store, training's is rank 1. Blocks until a byte went
+    each way, so that the connection (which backends make on first use) stands before anything depends on it."""
+    from rpipe.runtime.side_group import side_group
+
+    channel = Channel(side_group(where[0], where[1], 2, rank, "groups", backend, timeout_s, store), device)
+    for mine in (rank == 0, rank == 1):
+        if mine:
+            channel.send(np.zeros(1, np.uint8), 1 - rank).wait()
+        else:
+            channel.receive(1, 1 - rank)
+    return channel
+
+
 class Sent:
     """A tensor on its way; its memory stays until `wait` returns."""
 
@@ -80,14 +96,6 @@ class Channel:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def prove(self, peer: int, first: bool) -> None:
-        """One byte each way: the connection stands (backends make it on first use) before anything depends on it."""
-        for mine in (first, not first):
-            if mine:
-                self.send(np.zeros(1, np.uint8), peer).wait()
-            else:
-                self.receive(1, peer)
-
     def send(self, data: NDArray[np.uint8], rank: int) -> Sent:
         """`rank` is the receiver's in the group. Returns at once."""
         import torch
@@ -96,11 +104,21 @@ class Channel:
         tensor = torch.from_numpy(data).to(self._device)
         return Sent(dist.isend(tensor, group=self._group, group_dst=rank), tensor)
 
+    def close(self) -> None:
+        """Give the group's connections back."""
+        from rpipe.runtime.side_group import leave
+
+        if self._group is not None:
+            leave(self._group)
+
     def receive(self, nbytes: int, rank: int) -> NDArray[np.uint8]:
         """Block until `nbytes` came from `rank`; the group's own timeout bounds the wait."""
         import torch
         import torch.distributed as dist
 
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        dist.recv(tensor, group=self._group, group_src=rank)
+        try:
+            dist.recv(tensor, group=self._group, group_src=rank)
+        except RuntimeError as error:
+            raise ChannelError(f"{nbytes} bytes did not come over the channel: {str(error).splitlines()[0]}") from None
         return tensor.cpu().numpy()

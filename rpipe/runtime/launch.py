@@ -15,6 +15,8 @@ from pathlib import Path
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
+from rpipe.data.entry import DataError
+from rpipe.data.jsonl import jsonl_entries
 from rpipe.runtime import environment, mpirun
 from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
@@ -31,12 +33,23 @@ def train(config_path: str, overrides: Sequence[str], report: Report | None = No
     """
     try:
         config = configs.load(config_path, tuple(overrides))
+        _look_at_data(config)
         starter = mpirun.find()
         with claim(config) as (run, resolved):
             return _attempt(resolved, starter, run, report, module)
-    except (ConfigError, LaunchError) as error:
+    except (ConfigError, DataError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _look_at_data(config: Config) -> None:
+    """Refuse what takes neither torch nor a tokenizer to see: folders and files that are not there, unreadable lines."""
+    if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
+        raise DataError(f"model.path = {config.model.path}: no such folder; wanted: a Hugging Face model folder")
+    for source in (config.data.train, config.data.held_out):
+        if source is not None and source.path is not None:
+            for _ in jsonl_entries(Path.cwd() / source.path, source.path):
+                pass
 
 
 def _attempt(config: Config, starter: mpirun.Starter, run: RunDir, report: Report | None, module: str) -> int:
@@ -51,7 +64,7 @@ def _attempt(config: Config, starter: mpirun.Starter, run: RunDir, report: Repor
     elif outcome.code:
         _complain(f"run ended: {outcome.cause} after {time.monotonic() - began:.0f} s; see {log}")
     if report is not None:
-        _report(report, run.path)
+        _report(report, run.path, outcome)
     _say(f"run dir: {run.path}")
     return outcome.code
 
@@ -69,13 +82,15 @@ def _job(config: Config, starter: mpirun.Starter, run: RunDir, module: str) -> O
     )
 
 
-def _report(report: Report, path: Path) -> None:
+def _report(report: Report, path: Path, outcome: Outcome) -> None:
     """The summary, where there is anything to sum up."""
     if not any((path / f"attempt-{number}" / "events").is_dir() for number in attempts(path)):
         return
     try:
         _say(report(path).rstrip())
     except Exception as error:  # a report must not hide how the job ended
+        if outcome.code and type(error).__name__ == "RunError":
+            return  # it ended before there was anything to report; the cause has been told
         _complain(f"no report: {type(error).__name__}: {error}")
 
 

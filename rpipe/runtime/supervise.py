@@ -120,8 +120,9 @@ class _Streams:
             if not data:
                 self.selector.unregister(key.fileobj)
                 continue
-            self.log.write(data)
-            self.log.flush()
+            with contextlib.suppress(OSError):  # a full disk: what matters goes to the terminal too
+                self.log.write(data)
+                self.log.flush()
             if key.fileobj is self.process.stderr:
                 self.tail = (self.tail + data)[-TAIL_BYTES:]
             elif self.terminal:
@@ -149,7 +150,7 @@ def supervise(command: Sequence[str], env: Mapping[str, str], log: Path, stop_s:
     processes.become_subreaper()
     before = processes.descendants(os.getpid())
     requests = _Requests()
-    with log.open("ab") as file, _handlers(requests):
+    with log.open("ab", buffering=0) as file, _handlers(requests):  # unbuffered: closing must not fail on a full disk
         process = subprocess.Popen(
             list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,  # the terminal's Ctrl-C is ours to pass on

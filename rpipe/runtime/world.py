@@ -24,6 +24,8 @@ from mpi4py import MPI  # noqa: E402  (the thread level must be asked for first)
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from rpipe.runtime.mailbox import Mailbox
+
 Role = Literal["rollout", "training"]
 PINGS = 8
 STOPPED = "stop requested"  # why a run ended that was asked to
@@ -142,11 +144,18 @@ def _ask_to_stop(world: World, number: int, frame: FrameType | None) -> None:
     world.stop_reason = STOPPED
 
 
-def quiet_barrier(comm: Any, limit_s: float, what: str) -> None:
-    """A barrier that sleeps: MPI's own polls a core away. Raises TimeoutError naming `what`."""
+def quiet_barrier(comm: Any, limit_s: float, what: str, mailbox: Mailbox | None = None) -> None:
+    """A barrier that sleeps: MPI's own polls a core away. Raises TimeoutError naming `what`.
+
+    With a mailbox it lasts as long as the peers live: this rank goes on telling that it does, and `limit_s` bounds silence.
+    """
     request, end = comm.Ibarrier(), time.monotonic() + limit_s
     while not request.Test():
-        if time.monotonic() > end:
+        if mailbox is not None:
+            for _ in mailbox.poll():
+                pass  # nothing that comes now matters any more
+            mailbox.check_silence(limit_s, what)
+        elif time.monotonic() > end:
             raise TimeoutError(f"rank {comm.rank}: waited {limit_s:.0f} s for {what}")
         time.sleep(0.002)
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 COMPLETE = "complete.json"
 
@@ -31,7 +32,7 @@ def save(directory: Path, state: dict[str, Any]) -> None:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
     dist.barrier()
-    with _written_here():
+    with _written_here(), _told(f"{directory}: cannot be written"):
         dist_checkpointing.save(state, str(new), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -48,8 +49,19 @@ def save(directory: Path, state: dict[str, Any]) -> None:
 def load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Read what `state` (sharded, of this layout) asks for, and all that is not sharded. ValueError where it is not whole."""
     verify(directory)
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    with _told(f"{directory}: cannot be read"):
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
     return loaded
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """torch's CheckpointException holds every rank's failure and is no Exception: one line instead."""
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        raise ValueError(f"{what}: {type(first).__name__}: {(str(first).splitlines() or [''])[0]}") from None
 
 
 def holds(directory: Path, prefix: str) -> bool:
@@ -64,6 +76,8 @@ def verify(directory: Path) -> None:
         sizes = json.loads((directory / COMPLETE).read_text())
     except FileNotFoundError:
         raise ValueError(f"{directory}: no complete checkpoint ({COMPLETE} is missing)") from None
+    except ValueError:
+        raise ValueError(f"{directory / COMPLETE}: damaged: it is not JSON") from None
     for name, size in sizes.items():
         path = directory / name
         found = path.stat().st_size if path.exists() else None

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
 from rpipe.core.types import Sequences
 from rpipe.runtime import device as devices
-from rpipe.runtime.channel import Channel
+from rpipe.runtime.channel import Channel, open_channel
 from rpipe.runtime.mailbox import Mailbox
-from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, TensorEntry, TrainerState
+from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, Stop, TensorEntry, TrainerState
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, serve_store, side_group
-from rpipe.runtime.world import World, quiet_barrier, role_world
+from rpipe.runtime.world import STOPPED, World, quiet_barrier, role_world
 from rpipe.training.driver import ROLLOUT, TrainingDriver
 from rpipe.training.trainer import cut
 from rpipe.training.worker import POLL_S, TrainingWorker
@@ -41,21 +40,23 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
 
     quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
     where = world.comm.bcast(None)
-    with ThreadPoolExecutor(1) as pool:
-        channel_device = devices.select("cpu") if config.backend == "gloo" else device
-        meet = partial(side_group, where[0], where[1], 2, 1, "groups", config.backend, config.limits.start_s)
-        group = pool.submit(meet) if world.is_coordinator else None
-        trainer = build(config, run_dir)
+    channel_device = devices.select("cpu") if config.backend == "gloo" else device
+    # Opened before anything slow: the rollout side starts its engines when it stands.
+    groups = open_channel(where, 1, config.backend, channel_device, config.limits.message_s) if world.is_coordinator else None
+    trainer = build(config, run_dir)
+    try:
         start = resume(config, world, run_dir, trainer, log, mailbox)
-        batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
-        worker = TrainingWorker(config, world, run_dir, trainer)
-        if group is None:
-            return worker.serve(mailbox, batches)
-        groups = Channel(group.result(), channel_device)
-        groups.prove(ROLLOUT, first=False)
+    except StopAsked:
+        if world.is_coordinator:
+            mailbox.send(ROLLOUT, Stop(STOPPED))
+        return STOPPED
+    worker = TrainingWorker(config, world, run_dir, trainer)
+    batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
+    if groups is None:
+        return worker.serve(mailbox, batches)
     worker.weights = open_broadcast(config, world, mailbox, trainer, start)
     reason = TrainingDriver(config, worker, log, mailbox, groups, batches).run(start["iteration"], start["cursor"])
-    leave(group.result())
+    groups.close()
     leave(worker.weights)
     return reason
 
@@ -71,19 +72,28 @@ def resume(
 ) -> dict[str, Any]:
     """Load the newest checkpoint, else warm up; returns where the run goes on (iteration, cursor). Collective in the role."""
     found = run_dir.checkpoints_found() if config.run.resume == "auto" else []
-    newest = world.role_comm.bcast(found[0] if found else None)
-    if newest is not None:
+    found = world.role_comm.bcast(found)
+    if found:
         started_t = world.clock()
-        extra = trainer.load(newest)
-        log.note(world.clock(), "Resumed", checkpoint=newest.name, started_t=started_t, **extra)
+        extra = load(trainer, found)
+        log.note(world.clock(), "Resumed", checkpoint=found[0].name, started_t=started_t, **extra)
         return extra
     if config.model.warm_up is not None:
         started_t = world.clock()
         tell(mailbox, world, f"warming up for {config.model.warm_up.steps} supervised steps")
-        loss = warm_up(config, run_dir, trainer, mailbox)
+        loss = warm_up(config, world, run_dir, trainer, mailbox)
         log.note(world.clock(), "WarmedUp", steps=config.model.warm_up.steps, loss=loss, started_t=started_t)
         tell(mailbox, world, "")
     return {"iteration": 0, "version": 0, "cursor": 0}
+
+
+def load(trainer: MegatronTrainer, found: list[Path]) -> dict[str, Any]:
+    """The newest checkpoint. Raises ValueError that says what to do where it cannot be read."""
+    try:
+        return trainer.load(found[0])
+    except ValueError as error:
+        other = f"go on from {found[1].name}" if len(found) > 1 else "begin anew"
+        raise ValueError(f"{error}; remove it to {other}") from None
 
 
 def tell(mailbox: Mailbox, world: World, text: str) -> None:
@@ -92,10 +102,8 @@ def tell(mailbox: Mailbox, world: World, text: str) -> None:
         mailbox.send(ROLLOUT, TrainerState(bool(text), text, 0))
 
 
-def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer, mailbox: Mailbox) -> float:
+def warm_up(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer, mailbox: Mailbox) -> float:
     """Supervised steps on the training prompts' own solutions; returns the last loss."""
-    from pathlib import Path
-
     from rpipe.data.make_model import load_tokenizer
     from rpipe.data.prompts import load_prompts
     from rpipe.data.supervised import supervised_batches
@@ -107,13 +115,19 @@ def warm_up(config: Config, run_dir: RunDir, trainer: MegatronTrainer, mailbox: 
     batches = supervised_batches(
         prompts, tokenizer, tokenizer.eos_token_id, plan.sequences_per_step, plan.steps, config.run.seed
     )
-    return trainer.warm_up(_beating(batches, mailbox), plan.learning_rate, config.training.micro_batch_tokens)
+    return trainer.warm_up(_beating(batches, mailbox, world), plan.learning_rate, config.training.micro_batch_tokens)
 
 
-def _beating(batches: Iterator[Sequences], mailbox: Mailbox) -> Iterator[Sequences]:
-    """The same batches; the peers hear between them that this rank lives."""
+class StopAsked(Exception):
+    """The job was asked to stop before its loop began."""
+
+
+def _beating(batches: Iterator[Sequences], mailbox: Mailbox, world: World) -> Iterator[Sequences]:
+    """The same batches; between them the peers hear that this rank lives, and all ranks ask whether one was told to stop."""
     for batch in batches:
         mailbox.beat()
+        if any(world.role_comm.allgather(world.stop_reason)):
+            raise StopAsked
         yield batch
 
 

@@ -112,6 +112,10 @@ def test_shapes_that_cannot_be_are_refused(tmp_path, keys, message):
 def test_a_folder_without_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(DataError, match="no such folder; wanted: a Hugging Face model folder"):
         load_tokenizer(tmp_path / "none")
+    with pytest.raises(DataError, match=r"no tokenizer in it; wanted: one of tokenizer\.json, .+") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match=r"no tokenizer can be read: .+") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)

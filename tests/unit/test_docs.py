@@ -27,9 +27,9 @@ def test_every_committed_run_file_is_valid(path):
 def test_the_readme_s_example_is_valid(tmp_path):
     (example,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     tree = yaml.safe_load(example)
-    tree["include"] = [str(ROOT / "configs" / name) for name in tree["include"]]
+    tree["include"] = [str(ROOT / name) for name in tree["include"]]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(tree))
-    found = config.load(tmp_path / "mine.yaml", ["training.optimizer.learning_rate=2e-6", "pipeline.mode=exact"])
+    found = config.load(tmp_path / "mine.yaml", ["training.optimizer.learning_rate=2e-6", "run.seed=1"])
     assert found.arithmetic() in (ROOT / "README.md").read_text().replace("\n", " ")
 
 
