@@ -196,7 +196,7 @@ setup() {
     if [ "$made" != "$here" ] || [ "$have" != "$accelerator" ] || [ -n "$python" ] || [ ! -x "$venv/bin/python" ]; then
         find_python
         find "$venv" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
-        say "making $venv ($("$python" -V 2>&1), $accelerator); takes a minute or two, once"
+        say "making $venv ($("$python" -V 2>&1), $accelerator); about 1.7 GB; takes one to five minutes, once"
         "$python" -m venv "$venv"
     else
         python=$venv/bin/python

@@ -83,7 +83,7 @@ class Source(Section):
     """Where prompts come from."""
 
     kind: Literal["jsonl", "sums", "reasoning_gym"]
-    path: str | None = None  # jsonl: a file of {prompt | messages, answer, [reward], ...}
+    path: str | None = None  # jsonl: lines of {prompt | messages, answer, [reward], [solution: for model.warm_up], ...}
     name: str | None = None  # reasoning_gym: the generator
     options: dict[str, Any] = Field(default_factory=dict)  # of the generator
     size: Count = 1000  # generators: how many prompts

@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if len(asked.runs) > 1 and (asked.json or asked.csv or asked.timeline):
             raise RunError("--json, --csv and --timeline want one run")
+        if asked.iteration is not None and not asked.timeline:
+            raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
         reports = [report(run, _name(run)) for run in asked.runs]
         if asked.csv:
             _write_csv(asked.csv, reports[0])
@@ -66,6 +68,7 @@ def main(argv: Sequence[str]) -> int:
             from rpipe.analysis.picture import draw  # matplotlib takes a second to import
 
             draw(asked.runs[0], asked.iteration, asked.timeline)
+            print(f"wrote {asked.timeline}", file=sys.stderr)
     except RunError as error:
         print(error, file=sys.stderr)
         return 2

@@ -2,11 +2,15 @@
 
     launch            runtime/launch.py    config checked, run dir made, mpirun or srun started
     split             runtime/world.py     COMM_WORLD -> rollout ranks | training ranks; rank 0 of each coordinates
+    assemble          rollout/setup.py, training/setup.py: data, model, engines, trainer, the channel between the roles
     rollout           rollout/driver.py    asks control/rollout.py what to do; engines (rollout/worker.py) generate,
                                            rewards score, complete groups leave over runtime/channel.py
     training          training/driver.py   asks control/training.py what to do; training/worker.py accumulates groups as
                                            they come, steps every U, publishes weights after all R
     end               a quiet barrier; runtime/launch.py writes report.json from the event log
+
+The loop itself is in control/: two state machines without IO, events in, commands out. A role returns why it ended:
+"" normally, worlds.STOPPED when asked to stop, else what went wrong.
 
 One iteration: weights of version v on all engines -> R groups sampled under v -> trained in S steps -> version v + 1.
 """

@@ -18,7 +18,10 @@ def supervised(prompts: Iterable[Prompt], tokenizer: Any, eos_id: int) -> list[t
     solutions = [p.metadata.get("solution") for p in prompts]
     for prompt, text in zip(prompts, solutions):
         if not isinstance(text, str) or not text:
-            raise DataError(f'{prompt.prompt_id}: model.warm_up wants a "solution" (text) with every training prompt')
+            raise DataError(
+                f'{prompt.prompt_id}: model.warm_up wants a "solution" (text) with every training prompt;'
+                " or switch it off: model.warm_up=null"
+            )
     targets = tokenizer(solutions, add_special_tokens=False)["input_ids"] if prompts else []
     return [(list(p.token_ids), [*ids, eos_id]) for p, ids in zip(prompts, targets)]
 

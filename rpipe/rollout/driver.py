@@ -255,6 +255,7 @@ class RolloutDriver:
 
     def _engine_up(self, message: EngineUp) -> None:
         self._engines_up.add(message.engine)
+        self._watch.say(f"engine {message.engine} is up after {message.seconds:.0f} s")
         self._log.note(self._world.clock(), "EngineUp", engine=message.engine, seconds=round(message.seconds, 3))
         if len(self._engines_up) == self.config.engines:
             self._to_trainer(EnginesUp())

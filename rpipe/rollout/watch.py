@@ -75,6 +75,7 @@ class Watch:
                 tally.rewards.extend(what.rewards)
                 tally.sent += 1
             case RolloutRequested():
+                self._trainer = TrainerState(self._trainer.busy, self._trainer.text, 0)
                 self._tally = Tally(
                     started_t=t, groups=len(what.groups), trajectories=len(what.groups) * what.trajectories_per_group
                 )
@@ -105,6 +106,10 @@ class Watch:
 
     def trainer(self, state: TrainerState) -> None:
         self._trainer = state
+        if self._phase in ("starting", "warming up"):
+            self._phase = "warming up" if state.text and state.busy else "starting"
+            if state.text and state.busy:
+                self._progress.line(state.text)
 
     def step(self, report: StepReport) -> None:
         self._tally.steps.append(report)

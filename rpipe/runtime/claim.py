@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rpipe import config as configs
-from rpipe.config import Config
+from rpipe.config import Config, ConfigError
 from rpipe.runtime.mpirun import LaunchError
 from rpipe.runtime.rundir import RunDir
 
@@ -51,6 +51,8 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
         held = f"{len(before)} attempt{'s' if len(before) > 1 else ''}"
         raise LaunchError(f"run.resume = never, but {path} holds {held}; wanted: another run.dir, or run.resume=auto to go on")
     run = RunDir(path, before[-1] + 1 if before else 1)
+    if run.checkpoints_found():
+        _same_run(run, config)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
     try:
         run.attempt_path.mkdir()
@@ -59,6 +61,19 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
     except OSError as error:
         raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return run, config
+
+
+def _same_run(run: RunDir, config: Config) -> None:
+    """Refuse to go on from a checkpoint with what gives prompts and group numbers another meaning."""
+    try:
+        begun = configs.load(run.config)
+    except ConfigError:
+        return  # of an older release, say: the checkpoint itself will tell
+    for section, key in (("run", "seed"), ("rollout", "groups_per_iteration"), ("data", "train"), ("data", "shuffle")):
+        was, now = (getattr(getattr(c, section), key) for c in (begun, config))
+        if was != now:
+            shown = f" = {now}, begun with {was}" if isinstance(now, int) else " differs from what this run began with"
+            raise LaunchError(f"{section}.{key}{shown}; wanted: the same, or another run.dir than {run.path}")
 
 
 def _fresh(name: str) -> Path:

@@ -80,7 +80,7 @@ def resume(
         return extra
     if config.model.warm_up is not None:
         started_t = world.clock()
-        tell(mailbox, world, f"warming up for {config.model.warm_up.steps} supervised steps")
+        tell(mailbox, world, f"warming up the model: {config.model.warm_up.steps} supervised steps")
         loss = warm_up(config, world, run_dir, trainer, mailbox)
         log.note(world.clock(), "WarmedUp", steps=config.model.warm_up.steps, loss=loss, started_t=started_t)
         tell(mailbox, world, "")

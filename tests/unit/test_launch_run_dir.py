@@ -84,3 +84,16 @@ def test_the_environment_record_holds_versions_and_slurms_facts(tmp_path: Path, 
 
 def test_a_source_that_is_no_checkout_has_no_revision(tmp_path: Path) -> None:
     assert environment.source_revision(tmp_path) == {"revision": None, "dirty": None}
+
+
+def test_a_run_with_a_checkpoint_does_not_go_on_as_another_run(tmp_path: Path) -> None:
+    begun = config(str(tmp_path))
+    with claim(begun) as (run, _):
+        run.checkpoint(2).mkdir(parents=True)
+    kept = (tmp_path / "config.yaml").read_text()
+    other = begun.model_copy(update={"run": begun.run.model_copy(update={"seed": 7})})
+    with pytest.raises(LaunchError, match=r"run\.seed = 7, begun with 0; wanted: the same, or another run\.dir"), claim(other):
+        pass
+    assert (tmp_path / "config.yaml").read_text() == kept and attempts(tmp_path) == [1]
+    with claim(begun) as (run, _):
+        assert run.attempt == 2
