@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5
 CONFIG = f"""
-model: {{path: none}}
+model: {{path: .}}
 data: {{train: {{kind: sums}}}}
 limits: {{stop_s: {STOP_S}}}
 run: {{dir: DIR, resume: RESUME}}
