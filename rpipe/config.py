@@ -18,6 +18,9 @@ Seconds = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # of an accelerator's own collectives
+
+
 class ConfigError(ValueError):
     """One line for the person who wrote the config."""
 
@@ -250,7 +253,7 @@ class Config(Section):
 
     @property
     def backend(self) -> str:
-        return self.channel.backend or {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[self.cluster.accelerator]
+        return self.channel.backend or BACKENDS[self.cluster.accelerator]
 
     @property
     def dtype(self) -> str:

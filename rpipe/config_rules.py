@@ -46,7 +46,9 @@ def problems(c: Config) -> list[str]:
         found.append(f"pipeline.max_staleness = {c.pipeline.max_staleness}: only 0 (on-policy) is built")
     if c.evaluation.prompts and c.data.held_out is None:
         found.append(f"evaluation.prompts = {c.evaluation.prompts} wants data.held_out")
-    wants = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}[c.cluster.accelerator]
+    from rpipe.config import BACKENDS  # here: config asks this module when it makes a config
+
+    wants = BACKENDS[c.cluster.accelerator]
     if c.backend not in ("gloo", wants):
         found.append(
             f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"

@@ -280,6 +280,11 @@ class TrainingCoordinator:
 
     # ---- between iterations
 
+    @property
+    def _finished(self) -> bool:
+        """All iterations are trained; more than wanted where a checkpoint held more."""
+        return self.version >= self.settings.iterations
+
     def _end_iteration(self) -> list[TrainingCommand]:
         if not self._all_arrived() or self._fifo:
             return []
@@ -288,14 +293,13 @@ class TrainingCoordinator:
         self._ended = None
         self._dropped_orders.clear()
         self._next_order = self.groups_consumed = self._steps_this_iteration = 0
-        last = self.version >= self.settings.iterations  # a stop in the last iteration is a normal end
-        return [PublishWeights(version=self.version)] if self._stop is None or last else self._save()
+        # A stop in the last iteration is a normal end.
+        return [PublishWeights(version=self.version)] if self._stop is None or self._finished else self._save()
 
     def _published(self, event: WeightsPublished) -> list[TrainingCommand]:
         assert event.version == self.version
         every = self.settings.checkpoint_every_iterations
-        last = self.version >= self.settings.iterations
-        if last or (every and self.version and self.version % every == 0):
+        if self._finished or (every and self.version and self.version % every == 0):
             return self._save()
         return self._advance()
 
@@ -308,10 +312,9 @@ class TrainingCoordinator:
 
     def _saved(self) -> list[TrainingCommand]:
         self._saving = False
-        finished = self.version >= self.settings.iterations
-        if self._stop is not None or finished:
+        if self._stop is not None or self._finished:
             self.done = True
-            return [StopTraining(reason="" if finished else self._stop or "")]
+            return [StopTraining(reason="" if self._finished else self._stop or "")]
         return self._advance()
 
     def _stop_requested(self, event: StopRequested) -> list[TrainingCommand]:

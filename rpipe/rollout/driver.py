@@ -188,7 +188,7 @@ class RolloutDriver:
         self._watch.show(self.coordinator, now)
         limits = self.config.limits
         # The trainer warms up and loads checkpoints before it listens.
-        self._mailbox.check_silence(limits.message_s if self._weights_came else limits.start_s, self._waiting_for())
+        self._mailbox.check_silence(limits.message_s if self._weights_came else limits.start_s, self._waiting_for)
 
     def _step(self, event: RolloutEvent) -> None:
         # Owners stamp events with their own clock: the log must not run backwards.

@@ -89,7 +89,7 @@ async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> 
                     return ""
                 assert owner is not None
                 owner.handle(message)
-            mailbox.check_silence(config.limits.message_s, "the rollout coordinator")
+            mailbox.check_silence(config.limits.message_s, lambda: "the rollout coordinator")
             await asyncio.sleep(PARK_S if owner is None else 0.001)
     finally:
         if owner is not None:

@@ -18,7 +18,6 @@ import torch
 
 Accelerator = Literal["cpu", "cuda", "npu"]
 
-BACKENDS: dict[str, str] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "LOCAL_RANK")
 
 

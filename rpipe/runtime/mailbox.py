@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -60,13 +60,14 @@ class Mailbox:
         """This rank was busy itself: silence counts from now."""
         self._heard = dict.fromkeys(self._heard, time.monotonic())
 
-    def check_silence(self, limit_s: float, what: str) -> None:
-        """Raise TimeoutError naming the rank and `what` if any peer said nothing for `limit_s`."""
+    def check_silence(self, limit_s: float, what: Callable[[], str]) -> None:
+        """Raise TimeoutError naming the rank and `what` (asked only then: this is called at every poll) if any peer said
+        nothing for `limit_s`."""
         if not self._peers:
             return
         silent = min(self._peers, key=lambda peer: self._heard[peer])
         if time.monotonic() - self._heard[silent] > limit_s:
-            raise TimeoutError(f"heard nothing from rank {silent} for {limit_s:.0f} s; waiting for {what}")
+            raise TimeoutError(f"heard nothing from rank {silent} for {limit_s:.0f} s; waiting for {what()}")
 
     def drain(self, limit_s: float) -> None:
         """Return once everything sent is out of this process: call it before anything that stops MPI's progress."""

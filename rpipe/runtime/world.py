@@ -154,7 +154,7 @@ def quiet_barrier(comm: Any, limit_s: float, what: str, mailbox: Mailbox | None 
         if mailbox is not None:
             for _ in mailbox.poll():
                 pass  # nothing that comes now matters any more
-            mailbox.check_silence(limit_s, what)
+            mailbox.check_silence(limit_s, lambda: what)
         elif time.monotonic() > end:
             raise TimeoutError(f"rank {comm.rank}: waited {limit_s:.0f} s for {what}")
         time.sleep(0.002)

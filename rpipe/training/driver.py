@@ -120,7 +120,7 @@ class TrainingDriver:
             else:
                 self._tell_state(busy=False)
                 self._mailbox.check_silence(
-                    self.config.limits.message_s, self.coordinator.waiting_for() or "a replica's micro-batch"
+                    self.config.limits.message_s, lambda: self.coordinator.waiting_for() or "a replica's micro-batch"
                 )
                 time.sleep(POLL_S)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rpipe.config import Config
+from rpipe.config import BACKENDS, Config
 from rpipe.core.eventlog import EventLog
 from rpipe.core.types import Sequences
 from rpipe.runtime import device as devices
@@ -35,7 +35,7 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
     """This rank's part of training; returns why it ended, "" at a normal end."""
     devices.prepare(config.cluster.accelerator)
     device = devices.select(config.cluster.accelerator)
-    role_world(world, devices.BACKENDS[config.cluster.accelerator], config.cluster.interface, config.limits.collective_s)
+    role_world(world, BACKENDS[config.cluster.accelerator], config.cluster.interface, config.limits.collective_s)
     import rpipe.training.megatron  # noqa: F401  (seconds of import, while the rollout side makes the model)
 
     quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
@@ -154,5 +154,5 @@ def _wait_for_engines(config: Config, mailbox: Mailbox) -> None:
         for _, message in mailbox.poll():
             if isinstance(message, EnginesUp):
                 return
-        mailbox.check_silence(config.limits.start_s, "the engines to start")
+        mailbox.check_silence(config.limits.start_s, lambda: "the engines to start")
         time.sleep(POLL_S)

@@ -95,7 +95,7 @@ class TrainingWorker:
                 assert isinstance(message, Work)
                 queue.append(message)
             if not queue:
-                mailbox.check_silence(self.config.limits.message_s, "the training coordinator")
+                mailbox.check_silence(self.config.limits.message_s, lambda: "the training coordinator")
                 time.sleep(POLL_S)
                 continue
             work = queue.popleft()
