@@ -77,7 +77,8 @@ def test_fifo_accumulates_the_same_gradient_as_serial_within_a_step(tmp_path):
     checkpoints = [str(tmp_path / mode / "checkpoints" / "iteration-000001") for mode in ("serial", "fifo")]
     told = next(x for x in run_mpi(1, "tests/job/gradients.py", *checkpoints).splitlines() if x.startswith("MOMENTS "))
     found = json.loads(told.removeprefix("MOMENTS "))
-    assert found["tensors"] > 5 and 0 < found["difference"] <= 1e-5 * found["largest"], found
+    assert found["tensors"] > 5 and found["largest"] > 0, found
+    assert found["difference"] <= 1e-5 * found["largest"], found  # 0 where a fast rollout left fifo the owners of serial
 
 
 def test_fifo_streams_training_starts_before_the_rollout_ends(runs):
