@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,11 @@ class MegatronTrainer:
         self.optimizer.zero_grad()
         self._sums = Sums()
 
-    def accumulate(self, batch: Sequences) -> None:
+    def accumulate(self, batches: Sequence[Sequences]) -> None:
+        for batch in batches:
+            self._accumulate(batch)
+
+    def _accumulate(self, batch: Sequences) -> None:
         settings, sums = self._loss, self._sums
         trained = batch.trained_tokens
         sums.trained_tokens += trained
@@ -307,7 +311,7 @@ class MegatronTrainer:
                 share = list(range(self.replica, batch.count, self.replicas))
                 items = [Item(0, row, int(batch.lengths[row])) for row in share]
                 for rows in pack(items, micro_batch_tokens):
-                    self.accumulate(batch.select([item.sample for item in rows]))
+                    self.accumulate([batch.select([item.sample for item in rows])])
                 last = self._finish(learning_rate).loss
         finally:
             self._loss, self._pinned = self.config.training.loss, pinned

@@ -1,7 +1,9 @@
 """What does rpipe ask of a trainer?
 
-A trainer is the same object on every training rank. The ranks of one data-parallel replica (tp x pp x cp) call
-`accumulate` with the same micro-batches in the same order; replicas may call it a different number of times, even never.
+A trainer is the same object on every training rank. Ranks that must run equal counts form a lockstep domain: tp x pp x cp,
+times ep where experts are cut over ranks. The ranks of one domain call `accumulate` with the same micro-batches in the same
+order (under expert parallelism the domain's data-parallel peers share each micro-batch among themselves); domains may call
+it a different number of times, even never. `replica` below, and all over rpipe, is the index of a lockstep domain.
 All ranks meet in `begin_step`, `finish_step`, `weight_buckets`, `save` and `load`. Implemented by `megatron.MegatronTrainer`.
 """
 
@@ -57,7 +59,7 @@ def cut(specs: Sequence[WeightSpec], limit_bytes: int) -> list[list[WeightSpec]]
 class Trainer(Protocol):
     @property
     def replica(self) -> int:
-        """Which data-parallel replica this rank belongs to."""
+        """Which lockstep domain this rank belongs to."""
         ...
 
     @property
@@ -67,8 +69,9 @@ class Trainer(Protocol):
         """Zero the gradient buffers and the sums."""
         ...
 
-    def accumulate(self, batch: Sequences) -> None:
-        """Forward and backward; the loss is a SUM, nothing is scaled or reduced."""
+    def accumulate(self, batches: Sequence[Sequences]) -> None:
+        """Forward and backward of these micro-batches, in one pipeline schedule: under pipeline parallelism the more are
+        given at once, the smaller the bubble. The loss is a SUM, nothing is scaled or reduced."""
         ...
 
     def finish_step(self) -> StepStats:

@@ -73,7 +73,7 @@ class TrainingWorker:
                 self.trainer.begin_step()
             case TrainMicroBatch():
                 assert batch is not None
-                self.trainer.accumulate(batch)
+                self.trainer.accumulate([batch])
             case FinishStep():
                 outcome.stats = self.trainer.finish_step()
             case PublishWeights():

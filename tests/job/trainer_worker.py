@@ -57,7 +57,7 @@ def named(model: Any, what: Callable[[Any], torch.Tensor]) -> dict[str, torch.Te
 def step(trainer: MegatronTrainer, batches: list[Sequences]) -> Any:
     trainer.begin_step()
     for batch in batches:
-        trainer.accumulate(batch)
+        trainer.accumulate([batch])
     return trainer.finish_step()
 
 
@@ -83,7 +83,7 @@ def reference(folder: Path) -> dict[str, Any]:
             total.backward()
             trainer.begin_step()
             for part in thirds(batch):
-                trainer.accumulate(part)
+                trainer.accumulate([part])
             mine = {n: g / batch.trained_tokens for n, g in trainer.export_grads().items()}
             grads = max(grads, relative(mine, named(model, lambda p: p.grad)))
             norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.optimizer.clip_grad_norm))
@@ -133,7 +133,7 @@ def losses(folder: Path) -> dict[str, Any]:
         total.backward()
         trainer.begin_step()
         for part in thirds(batch):
-            trainer.accumulate(part)
+            trainer.accumulate([part])
         divisor = batch.trained_tokens if loss.aggregation == "token_mean" else batch.count
         grads = {n: g / divisor for n, g in trainer.export_grads().items()}
         stats = trainer.finish_step()
@@ -154,7 +154,7 @@ def chunks(where: Path) -> float:
         config = config.model_copy(update={"training": config.training.model_copy(update={"logprob_chunk_tokens": size})})
         trainer = MegatronTrainer(config, where)
         trainer.begin_step()
-        trainer.accumulate(batch)
+        trainer.accumulate([batch])
         grads.append(trainer.export_grads())
     return max(relative(grads[0], grads[2]), relative(grads[1], grads[2]))
 
@@ -181,7 +181,7 @@ def guards(folder: Path) -> dict[str, Any]:
 def not_finite(trainer: MegatronTrainer, twin: MegatronTrainer, data: list[Sequences]) -> dict[str, Any]:
     before, steps = weights(trainer), trainer.optimizer.steps
     trainer.begin_step()
-    trainer.accumulate(data[2])
+    trainer.accumulate([data[2]])
     next(trainer.model.parameters()).main_grad[0, 0] = float("nan")
     stats = trainer.finish_step()
     unchanged = worst(weights(trainer), before)
@@ -314,7 +314,7 @@ def streamed(folder: Path, tp: int, owners: list[int]) -> dict[str, Any]:
         trainer.begin_step()
         for part, owner in zip(parts, owners):
             if owner == trainer.replica:
-                trainer.accumulate(part)
+                trainer.accumulate([part])
         mine = trainer.export_grads()
         for g in mine.values():  # a sum over replicas; tensor-parallel ranks hold the same
             dist.all_reduce(g)
@@ -347,7 +347,7 @@ def streamed(folder: Path, tp: int, owners: list[int]) -> dict[str, Any]:
 def not_finite_on_one(trainer: MegatronTrainer) -> list[bool]:
     """A NaN on the last rank alone: everybody skips."""
     trainer.begin_step()
-    trainer.accumulate(plain.sequences(3, 60))
+    trainer.accumulate([plain.sequences(3, 60)])
     if dist.get_rank() == dist.get_world_size() - 1:
         next(trainer.model.parameters()).main_grad.fill_(float("nan"))
     told: list[Any] = [None] * dist.get_world_size()
