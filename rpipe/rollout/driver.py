@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rpipe.config import Config
-from rpipe.control.rollout import OffPolicy, RolloutCoordinator, RolloutSettings
+from rpipe.control.rollout import OffPolicy, RolloutCoordinator
+from rpipe.control.settings import rollout_settings
 from rpipe.core.eventlog import EventLog
 from rpipe.core.events import (
     AbortTurn,
@@ -50,9 +51,6 @@ from rpipe.core.events import (
     WeightsOffered,
 )
 from rpipe.core.types import GroupId, Trajectory, TrajectoryId, VersionSpan
-from rpipe.policy.admission import Admission, Fifo, Frontier
-from rpipe.policy.advantage import ADVANTAGES
-from rpipe.policy.placement import GroupAffine, LeastLoaded
 from rpipe.rollout.held import HeldGroup, RolloutData
 from rpipe.rollout.rewards import RewardPool
 from rpipe.rollout.watch import Watch
@@ -96,26 +94,6 @@ class RolloutError(RuntimeError):
     """The rollout cannot go on; one line says why."""
 
 
-def settings(config: Config) -> RolloutSettings:
-    """The policies that the config chose."""
-    backfill = config.admission.backfill_tokens if config.admission.backfill == "kv_budget" else 0
-    admission: Admission = Fifo() if config.admission.policy == "fifo" else Frontier(config.admission.frontier_groups, backfill)
-    return RolloutSettings(
-        engines=config.engines,
-        iterations=config.run.iterations,
-        max_new_tokens=config.rollout.max_new_tokens,
-        trajectory_deadline_s=config.rollout.trajectory_deadline_s,
-        queue_bytes=config.channel.queue_bytes,
-        admission=admission,
-        placement=LeastLoaded() if config.placement.policy == "least_loaded" else GroupAffine(),
-        advantage=ADVANTAGES[config.training.loss.advantage],
-        drop_zero_variance=config.rollout.filter == "zero_variance",
-        shuffle_rewards=config.reward.shuffle,
-        evaluate=config.evaluation.prompts > 0,
-        evaluate_every_iterations=config.evaluation.every_iterations,
-    )
-
-
 class RolloutDriver:
     """`run` is the whole rollout role; see the module's table of waits."""
 
@@ -132,7 +110,7 @@ class RolloutDriver:
         rewards_log: Path,
     ) -> None:
         self.config = config
-        self.coordinator = RolloutCoordinator(settings(config))
+        self.coordinator = RolloutCoordinator(rollout_settings(config))
         self._world, self._log, self._mailbox, self._channel = world, log, mailbox, channel
         self._data, self._dump, self._watch = data, dump, watch
         self._owner: EngineOwner | None = None

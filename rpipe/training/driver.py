@@ -20,7 +20,8 @@ from collections import deque
 import msgspec
 
 from rpipe.config import Config
-from rpipe.control.training import TrainingCoordinator, TrainingSettings
+from rpipe.control.settings import training_settings
+from rpipe.control.training import TrainingCoordinator
 from rpipe.core.eventlog import EventLog
 from rpipe.core.events import (
     BeginStep,
@@ -65,19 +66,6 @@ ROLLOUT = 0  # the rollout coordinator: its rank in the world and in the channel
 STATE_EVERY_S = 0.2
 
 
-def settings(config: Config) -> TrainingSettings:
-    return TrainingSettings(
-        mode=config.pipeline.mode,
-        span_groups=config.training.packing == "global",
-        groups_per_step=config.groups_per_step,
-        replicas=config.replicas,
-        micro_batch_tokens=config.training.micro_batch_tokens,
-        iterations=config.run.iterations,
-        checkpoint_every_iterations=config.run.checkpoint_every_iterations,
-        stop_after_skipped_steps=config.training.optimizer.stop_after_skipped_steps,
-    )
-
-
 class TrainingDriver:
     """`groups` brings trajectories from rollout, `batches` takes them on to the training ranks."""
 
@@ -85,7 +73,7 @@ class TrainingDriver:
         self, config: Config, worker: TrainingWorker, log: EventLog, mailbox: Mailbox, groups: Channel, batches: Channel
     ) -> None:
         self.config, self.world = config, worker.world
-        self.coordinator = TrainingCoordinator(settings(config))
+        self.coordinator = TrainingCoordinator(training_settings(config))
         self._worker, self._log, self._mailbox, self._groups, self._batches = worker, log, mailbox, groups, batches
         self._inbox: deque[TrainingEvent] = deque()
         self._queue: deque[tuple[Work, Sequences | None]] = deque()  # this rank's own work

@@ -13,10 +13,9 @@ import pytest
 
 from rpipe.config import Config
 from rpipe.control.rollout import RolloutCoordinator
+from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
 from rpipe.core.eventlog import steps
-from rpipe.rollout import driver as rollout
-from rpipe.training import driver as training
 from tests.job.jobs import config, events, report, train
 from tests.job.mpi import run_mpi
 
@@ -102,11 +101,11 @@ def _slices(command):
 def test_replaying_a_log_gives_the_identical_commands(runs, name):
     settings = _config(runs[name])
     folder = runs[name] / "attempt-1" / "events"
-    roll, history = RolloutCoordinator(rollout.settings(settings)), list(steps(folder / "rank00000.jsonl"))
+    roll, history = RolloutCoordinator(rollout_settings(settings)), list(steps(folder / "rank00000.jsonl"))
     assert len(history) > 200
     for event, commands in history:
         assert roll.on(event) == commands
-    learn, history = TrainingCoordinator(training.settings(settings)), list(steps(folder / "rank00001.jsonl"))
+    learn, history = TrainingCoordinator(training_settings(settings)), list(steps(folder / "rank00001.jsonl"))
     assert len(history) > 40
     for event, commands in history:
         assert learn.on(event) == commands
@@ -115,7 +114,7 @@ def test_replaying_a_log_gives_the_identical_commands(runs, name):
 def test_a_replay_under_another_policy_diverges(runs):
     tree = _config(runs["fifo-2"]).model_dump()
     tree["admission"]["frontier_groups"] = 3
-    roll = RolloutCoordinator(rollout.settings(Config.model_validate(tree)))
+    roll = RolloutCoordinator(rollout_settings(Config.model_validate(tree)))
     path = runs["fifo-2"] / "attempt-1" / "events" / "rank00000.jsonl"
     with pytest.raises(AssertionError):
         for event, commands in steps(path):

@@ -11,10 +11,9 @@ import pytest
 
 from rpipe import config
 from rpipe.control.rollout import RolloutCoordinator
+from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
 from rpipe.core.eventlog import steps
-from rpipe.rollout import driver as rollout
-from rpipe.training import driver as training
 
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
@@ -26,7 +25,7 @@ def test_there_is_a_recording_of_each_mode():
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_rollout_coordinator_decides_as_recorded(name):
-    coordinator = RolloutCoordinator(rollout.settings(config.load(GOLDEN / name / "config.yaml")))
+    coordinator = RolloutCoordinator(rollout_settings(config.load(GOLDEN / name / "config.yaml")))
     for number, (event, commands) in enumerate(steps(GOLDEN / name / "rank00000.jsonl")):
         assert coordinator.on(event) == commands, f"event {number}: {event}"
     assert coordinator.done
@@ -34,7 +33,7 @@ def test_the_rollout_coordinator_decides_as_recorded(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_training_coordinator_decides_as_recorded(name):
-    coordinator = TrainingCoordinator(training.settings(config.load(GOLDEN / name / "config.yaml")))
+    coordinator = TrainingCoordinator(training_settings(config.load(GOLDEN / name / "config.yaml")))
     for number, (event, commands) in enumerate(steps(GOLDEN / name / "rank00001.jsonl")):
         assert coordinator.on(event) == commands, f"event {number}: {event}"
     assert coordinator.done
@@ -42,7 +41,7 @@ def test_the_training_coordinator_decides_as_recorded(name):
 
 def test_another_policy_decides_otherwise():
     settings = config.load(GOLDEN / "fifo" / "config.yaml", ["admission.frontier_groups=1"])
-    coordinator = RolloutCoordinator(rollout.settings(settings))
+    coordinator = RolloutCoordinator(rollout_settings(settings))
     recorded = list(steps(GOLDEN / "fifo" / "rank00000.jsonl"))
     request = next(i for i, (event, _) in enumerate(recorded) if type(event).__name__ == "RolloutRequested")
     answers = [coordinator.on(event) for event, _ in recorded[: request + 1]]
