@@ -175,6 +175,8 @@ class TrainingCoordinator:
         if self._stop is not None and self._saving and self._step is None:
             return commands  # the checkpoint being saved is the end: a step begun now would be lost
         step = self._step
+        if self._stop is not None and self._saving and self._between_steps:
+            return commands  # the run ends with this checkpoint: what would begin now would be lost
         if step is None or not step.closed:
             taken: list[Item] = []
             while (group := self._open_step_group()) is not None:
@@ -287,6 +289,11 @@ class TrainingCoordinator:
         """All iterations are trained; more than wanted where a checkpoint held more."""
         return self.version >= self.settings.iterations
 
+    @property
+    def _between_steps(self) -> bool:
+        """The weights stand at an iteration's boundary: no step of this one was begun."""
+        return self._step is None and not self._steps_this_iteration
+
     def _end_iteration(self) -> list[TrainingCommand]:
         if not self._all_arrived() or self._fifo:
             return []
@@ -314,7 +321,7 @@ class TrainingCoordinator:
 
     def _saved(self) -> list[TrainingCommand]:
         self._saving = False
-        if self._stop is not None or self._finished:
+        if self._finished or (self._stop is not None and self._between_steps):
             self.done = True
             return [StopTraining(reason="" if self._finished else self._stop or "")]
         return self._advance()
@@ -324,6 +331,6 @@ class TrainingCoordinator:
         if self._stop is not None:
             return []
         self._stop = event.reason
-        if self.iteration < 0 or self._steps_this_iteration or self._step is not None:
+        if self.iteration < 0 or not self._between_steps:
             return []
         return self._save()

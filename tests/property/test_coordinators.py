@@ -105,10 +105,11 @@ def test_dropped_groups_leave_short_steps_and_wedge_nothing(data, mode, dull):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.data(), modes, st.integers(0, 200))
-def test_a_stop_at_any_moment_ends_the_run_with_a_checkpoint_of_whole_iterations(data, mode, moment):
+@given(st.data(), modes, st.integers(0, 200), st.integers(0, 1))
+def test_a_stop_at_any_moment_ends_the_run_with_a_checkpoint_of_whole_iterations(data, mode, moment, every):
     random = choice(data)
-    made = PureJob(rollout_settings(), training_settings(mode=mode), groups=6, samples=4, choose=random)
+    training = training_settings(mode=mode, checkpoint_every_iterations=every)
+    made = PureJob(rollout_settings(), training, groups=6, samples=4, choose=random)
     seen = [0]
 
     def choose(n: int) -> int:
