@@ -14,6 +14,7 @@ and, later, in the simulator; replaying a log's events gives the same commands.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
@@ -46,7 +47,7 @@ from rpipe.core.events import (
 from rpipe.core.types import GroupId, TrajectoryId, Version
 from rpipe.policy.admission import Admission, RolloutLoad
 from rpipe.policy.advantage import Advantage, shuffled, zero_variance
-from rpipe.policy.placement import Placement
+from rpipe.policy.placement import Loads, Placement
 
 BYTES_PER_TOKEN = 9  # of a group on the channel: id 4, mask 1, log-prob 4
 BYTES_PER_TRAJECTORY = 16
@@ -84,13 +85,16 @@ class RolloutCoordinator:
         self.iteration = -1
         self.purpose: Purpose = "train"
         self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
-        self.in_flight = [0] * settings.engines  # trajectories on each engine
+        self.in_flight = Loads([0] * settings.engines)  # trajectories on each engine
         self._updating: set[int] = set()
         self._deferred: list[GroupRecord] = []  # reversed: the next is last
         self._in_service: dict[GroupId, GroupRecord] = {}
+        self._reserved_tokens = 0  # what those in service may need at most
         self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
-        self._deadlines_t: dict[TrajectoryId, float] = {}  # of those that started and were not cut, soonest first
+        # Of those that started and were not cut, soonest first. Ordered: a dict's first item is O(what was removed before it).
+        self._deadlines_t: OrderedDict[TrajectoryId, float] = OrderedDict()
         self._unreceived_bytes: dict[GroupId, int] = {}
+        self._queued_bytes = 0  # their sum
         self._evaluated: Version = -1
         self._sent = self._dropped = 0
 
@@ -107,7 +111,7 @@ class RolloutCoordinator:
             case TrajectoryScored():
                 return self._scored(event)
             case GroupReceived():
-                del self._unreceived_bytes[event.group]
+                self._queued_bytes -= self._unreceived_bytes.pop(event.group)
                 return self._admit()
             case RolloutRequested():
                 return self._requested(event)
@@ -199,16 +203,15 @@ class RolloutCoordinator:
 
     def _admit(self) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
-        reserved = sum(self._demand_tokens(g) for g in self._in_service.values())
-        while self._deferred and sum(self._unreceived_bytes.values()) <= self.settings.queue_bytes:
+        while self._deferred and self._queued_bytes <= self.settings.queue_bytes:
             group = self._deferred[-1]
             demand = self._demand_tokens(group)
-            if not self.settings.admission.admits(demand, RolloutLoad(len(self._in_service), reserved)):
+            if not self.settings.admission.admits(demand, RolloutLoad(len(self._in_service), self._reserved_tokens)):
                 break
             self._deferred.pop()
             group.become(GroupState.IN_SERVICE)
             self._in_service[group.group] = group
-            reserved += demand
+            self._reserved_tokens += demand
             commands += self._send(group)
         return commands
 
@@ -242,6 +245,7 @@ class RolloutCoordinator:
         if not group.unfinished:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]
+            self._reserved_tokens -= self._demand_tokens(group)
             commands.append(ServingComplete(group=group.group))
             commands += self._admit()
         return commands
@@ -271,7 +275,9 @@ class RolloutCoordinator:
             ]
         group.become(GroupState.SENT)
         self._sent += 1
-        self._unreceived_bytes[group.group] = group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
+        nbytes = group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
+        self._unreceived_bytes[group.group] = nbytes
+        self._queued_bytes += nbytes
         credited = shuffled(rewards, group.group) if self.settings.shuffle_rewards else rewards
         return [
             SendGroup(
@@ -301,9 +307,7 @@ class RolloutCoordinator:
 
     def _deadline(self, event: DeadlinePassed) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
-        for trajectory, deadline_t in list(self._deadlines_t.items()):
-            if deadline_t > event.t:
-                break
-            del self._deadlines_t[trajectory]
+        while (due_t := self.next_deadline_t) is not None and due_t <= event.t:
+            trajectory, _ = self._deadlines_t.popitem(last=False)
             commands.append(AbortTurn(trajectory=trajectory, engine=self._running[trajectory].engine))
         return commands

@@ -18,6 +18,7 @@ IO, as control.rollout is.
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -147,9 +148,10 @@ class TrainingCoordinator:
             raise OffPolicy(
                 f"group {event.group} was sampled under version {event.version}; the trainer publishes {self.version}"
             )
-        self._fifo.append(event)
-        if self.settings.mode != "fifo":
-            self._fifo.sort(key=lambda g: g.order)
+        if self.settings.mode == "fifo":
+            self._fifo.append(event)
+        else:
+            insort(self._fifo, event, key=lambda g: g.order)
 
     def _consumable(self) -> GroupArrived | None:
         """The next group, if the mode lets it be consumed now."""
@@ -225,6 +227,8 @@ class TrainingCoordinator:
     def _pull(self, step: Step) -> list[TrainingCommand]:
         """Whoever has room takes the next micro-batch of its queue."""
         commands: list[TrainingCommand] = []
+        if not any(step.queues):
+            return commands
         for _ in range(AHEAD):
             for replica in sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r)):
                 queue = step.queues[replica % len(step.queues)]

@@ -11,6 +11,7 @@ Invariants (tests/property/test_batching.py asserts each):
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,11 +29,11 @@ class Item(NamedTuple):
 def owners(items: Sequence[Item], replicas: int) -> list[list[Item]]:
     """Longest first onto the replica with the fewest tokens; each share is back in the given order."""
     shares: list[list[tuple[int, Item]]] = [[] for _ in range(replicas)]
-    load = [0] * replicas
+    loads = [(0, replica) for replica in range(replicas)]  # a heap: the fewest tokens, then the lowest number
     for at, item in sorted(enumerate(items), key=lambda pair: (-pair[1].tokens, pair[0])):
-        replica = min(range(replicas), key=lambda r: (load[r], r))
+        load, replica = loads[0]
         shares[replica].append((at, item))
-        load[replica] += item.tokens
+        heapq.heapreplace(loads, (load + item.tokens, replica))
     return [[item for _, item in sorted(share)] for share in shares]
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpipe.policy.admission import Fifo, Frontier, RolloutLoad
 from rpipe.policy.advantage import dr_grpo, grpo, shuffled, zero_variance
 from rpipe.policy.batching import Item, owners, pack
-from rpipe.policy.placement import GroupAffine, LeastLoaded
+from rpipe.policy.placement import GroupAffine, LeastLoaded, Loads
 
 
 def test_fifo_admits_whatever_the_load():
@@ -30,12 +32,12 @@ def test_backfill_admits_beyond_the_frontier_only_while_the_kv_budget_lasts():
 
 
 def test_least_loaded_takes_the_lowest_number_on_a_tie():
-    assert LeastLoaded().place([2, 1, 1], sibling=0) == 1
+    assert LeastLoaded().place(Loads([2, 1, 1]), sibling=0) == 1
 
 
 def test_group_affine_follows_its_sibling_however_busy():
-    assert GroupAffine().place([9, 0], sibling=0) == 0
-    assert GroupAffine().place([9, 0], sibling=None) == 1
+    assert GroupAffine().place(Loads([9, 0]), sibling=0) == 0
+    assert GroupAffine().place(Loads([9, 0]), sibling=None) == 1
 
 
 def test_owners_balance_tokens_and_keep_the_given_order_within_a_share():
@@ -77,3 +79,13 @@ def test_shuffled_rewards_are_the_same_rewards_in_an_order_that_only_the_key_dec
     rewards = [float(i) for i in range(8)]
     assert sorted(shuffled(rewards, 5)) == rewards
     assert shuffled(rewards, 5) == shuffled(rewards, 5) != shuffled(rewards, 6)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-1, 1])), max_size=200))
+def test_loads_know_the_least_loaded_engine_whatever_changed(changes):
+    loads, counts = Loads([0] * 5), [0] * 5
+    for engine, change in changes:
+        loads[engine] += change
+        counts[engine] += change
+        assert loads.least() == min(range(5), key=lambda e: (counts[e], e))
+    assert [loads[e] for e in range(len(loads))] == counts
