@@ -139,6 +139,7 @@ class Engine(Section):
     stream_interval_tokens: Count = 16
     start_deadline_s: Seconds = 300.0
     stall_deadline_s: Seconds = 120.0  # no token of any running request for so long: the engine is dead
+    restarts: Annotated[int, Field(ge=0)] = 3  # of one engine between two publishes; 0: a lost engine ends the job
     options: dict[str, Any] = Field(default_factory=dict)  # further sglang server arguments
 
 

@@ -43,6 +43,7 @@ class PureJob:
     samples: int  # K
     choose: Callable[[int], int]  # n -> 0 .. n-1
     reward: Callable[[TrajectoryId], float] = lambda t: float(t.sample % 2)
+    lose: Callable[[int], int | None] = lambda step: None  # an engine to be lost before this event
     length: Callable[[TrajectoryId], int] = lambda t: 5 + (7 * t.group + 3 * t.sample) % 30
     rollout_history: list[tuple[e.RolloutEvent, list[e.RolloutCommand]]] = field(default_factory=list)
     training_history: list[tuple[e.TrainingEvent, list[e.TrainingCommand]]] = field(default_factory=list)
@@ -56,11 +57,15 @@ class PureJob:
         self._replicas: list[deque[e.TrainingEvent]] = [deque() for _ in range(self.training_settings.replicas)]
         self._loose: list[e.RolloutEvent] = []
         self._turns: dict[TrajectoryId, e.SendTurn] = {}
+        self.kept: dict[int, e.GroupSpec] = {}  # groups that an interrupted attempt finished
         self._rewards: dict[int, list[int]] = {}
 
     def run(self, limit: int = 100_000) -> PureJob:
         self._train(e.TrainerReady(t=0.0, iteration=0, version=0, replicas=self.training_settings.replicas))
-        for _ in range(limit):
+        for step in range(limit):
+            lost = self.lose(step)
+            if lost is not None and not self.rollout.done:
+                self._lose(lost)
             ready = [q for q in (self._to_rollout, self._to_training, *self._replicas) if q]
             options = len(ready) + len(self._loose)
             if not options:
@@ -74,6 +79,17 @@ class PureJob:
             else:
                 self._roll(self._loose.pop(pick - len(ready)))
         raise AssertionError(f"no end after {limit} events: {self.rollout.waiting_for()}; {self.training.waiting_for()}")
+
+    def _lose(self, engine: int) -> None:
+        """Nothing that the engine had not said by now is said any more; what it had made of a response, it had streamed."""
+        prefixes = []
+        for event in [x for x in self._loose if getattr(x, "engine", None) == engine]:
+            self._loose.remove(event)
+            if isinstance(event, e.TurnFinished):
+                turn = self._turns[event.trajectory]
+                made = self.choose(self.length(event.trajectory) - turn.prefix_tokens)
+                prefixes.append(e.Prefix(event.trajectory, made))
+        self._roll(e.EngineLost(t=self._now, engine=engine, reason="killed", prefixes=tuple(prefixes)))
 
     def _roll(self, event: e.RolloutEvent) -> None:
         commands = self.rollout.on(event)
@@ -100,7 +116,7 @@ class PureJob:
                 first, count, samples = (
                     (c.iteration * self.groups, self.groups, self.samples) if c.purpose == "train" else (-3, 3, 1)
                 )
-                specs = tuple(e.GroupSpec(first + i, 4) for i in range(count))
+                specs = tuple(self.kept.get(first + i, e.GroupSpec(first + i, 4)) for i in range(count))
                 self._to_rollout.append(
                     e.RolloutRequested(
                         t=t,
@@ -114,6 +130,8 @@ class PureJob:
             case e.SendTurn():
                 self._turns[c.trajectory] = c
                 self._loose.append(e.TurnStarted(t=t, trajectory=c.trajectory, engine=c.engine))
+            case e.RestartEngine():
+                self._loose.append(e.EngineRestarted(t=t, engine=c.engine, version=c.version, started_t=t))
             case e.AbortTurn():
                 index = next(
                     i for i, x in enumerate(self._loose) if isinstance(x, e.TurnFinished) and x.trajectory == c.trajectory

@@ -6,6 +6,8 @@
     TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier, admit again
     TrajectoryScored     -> all K scored -> SendGroup | DropGroup; all R done -> EndRollout
     DeadlinePassed       -> AbortTurn for what ran too long; what it has is scored
+    EngineLost           -> its trajectories: SendTurn elsewhere, from the prefix they had; RestartEngine
+    EngineRestarted      -> it takes requests again, if its weights are the rollout's
     StopRequested        -> FinishRun
 
 A state machine without IO: no clock (time is `event.t`), no randomness, ties break by id. The same object runs in the job
@@ -17,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from rpipe.control.engines import OUT_OF_SERVICE, Engines
 from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
 from rpipe.core.events import (
     AbortTurn,
@@ -25,11 +28,16 @@ from rpipe.core.events import (
     DropGroup,
     EndEvaluation,
     EndRollout,
+    EngineLost,
+    EngineRestarted,
     EngineUpdated,
     FinishRun,
+    GiveUp,
     GroupReceived,
+    GroupSpec,
     Purpose,
     RequestRollout,
+    RestartEngine,
     RolloutCommand,
     RolloutEvent,
     RolloutRequested,
@@ -69,6 +77,7 @@ class RolloutSettings:
     admission: Admission
     placement: Placement
     advantage: Advantage
+    engine_restarts: int = 3  # of one engine, without a publish in between
     drop_zero_variance: bool = False
     shuffle_rewards: bool = False
     evaluate: bool = False
@@ -86,11 +95,13 @@ class RolloutCoordinator:
         self.purpose: Purpose = "train"
         self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
         self.in_flight = Loads([0] * settings.engines)  # trajectories on each engine
-        self._updating: set[int] = set()
+        self.engines = Engines(settings.engines)
+        self._confirmed: Version = -1  # the newest that the trainer knows to be held
         self._deferred: list[GroupRecord] = []  # reversed: the next is last
         self._in_service: dict[GroupId, GroupRecord] = {}
         self._reserved_tokens = 0  # what those in service may need at most
         self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
+        self._interrupted: dict[TrajectoryId, TrajectoryRecord] = {}  # their engine was lost and they wait for another
         # Of those that started and were not cut, soonest first. Ordered: a dict's first item is O(what was removed before it).
         self._deadlines_t: OrderedDict[TrajectoryId, float] = OrderedDict()
         self._unreceived_bytes: dict[GroupId, int] = {}
@@ -105,9 +116,7 @@ class RolloutCoordinator:
             case TurnFinished():
                 return self._turn_finished(event)
             case TurnStarted():
-                if event.trajectory in self._running:
-                    self._deadlines_t[event.trajectory] = event.t + self.settings.trajectory_deadline_s
-                return []
+                return self._turn_started(event)
             case TrajectoryScored():
                 return self._scored(event)
             case GroupReceived():
@@ -119,6 +128,10 @@ class RolloutCoordinator:
                 return self._offered(event)
             case EngineUpdated():
                 return self._updated(event)
+            case EngineLost():
+                return self._engine_lost(event)
+            case EngineRestarted():
+                return self._engine_restarted(event)
             case DeadlinePassed():
                 return self._deadline(event)
             case StopRequested():
@@ -140,11 +153,13 @@ class RolloutCoordinator:
 
     def waiting_for(self) -> str:
         """What has not happened yet, for the message of a wait that ended."""
-        if self._updating:
-            return f"engines {sorted(self._updating)} to hold weights of version {self.version}"
+        if self.engines.updating:
+            return f"engines {sorted(self.engines.updating)} to hold weights of version {self.version}"
         if self._running:
             trajectory, record = next(iter(self._running.items()))
             return f"trajectory {trajectory} on engine {record.engine} (and {len(self._running) - 1} others)"
+        if self._interrupted or (self.groups and not self.engines.serving):
+            return "an engine to be started again"
         unscored = [g.group for g in self.groups.values() if g.state is GroupState.SERVED]
         if unscored:
             return f"the rewards of group {unscored[0]}"
@@ -156,15 +171,23 @@ class RolloutCoordinator:
 
     def _offered(self, event: WeightsOffered) -> list[RolloutCommand]:
         assert event.version > self.version, f"weights of version {event.version} offered after {self.version}"
-        assert not self._running and not self._updating, "weights offered while trajectories run"
+        assert not self._running and not self._interrupted, "weights offered while trajectories run"
+        assert not self.engines.updating, "weights offered while others are on their way"
         self.version = event.version
-        self._updating = set(range(self.settings.engines))
-        return [UpdateEngine(engine=e, version=event.version) for e in range(self.settings.engines)]
+        return [UpdateEngine(engine=engine, version=event.version) for engine in self.engines.offered()]
 
     def _updated(self, event: EngineUpdated) -> list[RolloutCommand]:
         assert event.version == self.version, f"engine {event.engine} holds version {event.version}, not {self.version}"
-        self._updating.remove(event.engine)
-        return [] if self._updating else [ConfirmWeights(version=self.version), *self._next_rollout()]
+        self.engines.updated(event.engine)
+        self.in_flight[event.engine] = 0
+        return self._confirm()
+
+    def _confirm(self) -> list[RolloutCommand]:
+        """Once for each version: every engine that lives holds it, and one does live."""
+        if self._confirmed == self.version or self.engines.updating or not self.engines.serving:
+            return []
+        self._confirmed = self.version
+        return [ConfirmWeights(version=self.version), *self._next_rollout()]
 
     def _next_rollout(self) -> list[RolloutCommand]:
         """All engines hold `version`, which is also the number of iterations trained."""
@@ -186,7 +209,8 @@ class RolloutCoordinator:
 
     def _requested(self, event: RolloutRequested) -> list[RolloutCommand]:
         assert event.version == self.version, f"rollout of version {event.version} on engines of version {self.version}"
-        assert not self._running and not self._deferred, "a rollout was requested while another one runs"
+        still = self._running or self._interrupted or self._deferred
+        assert not still, "a rollout was requested while another one runs"
         self.iteration, self.purpose = event.iteration, event.purpose
         self._sent = self._dropped = 0
         self.groups = {
@@ -195,15 +219,27 @@ class RolloutCoordinator:
             )
             for order, spec in enumerate(event.groups)
         }
-        self._deferred = list(reversed(self.groups.values()))
-        return self._admit()
+        restored = [c for spec in event.groups if spec.rewards for c in self._restore(self.groups[spec.group], spec)]
+        self._deferred = [group for group in reversed(self.groups.values()) if group.state is GroupState.DEFERRED]
+        return [*restored, *self._admit(), *(self._end_if_complete() if restored else [])]
+
+    def _restore(self, group: GroupRecord, spec: GroupSpec) -> list[RolloutCommand]:
+        """An interrupted attempt had finished it, under these very weights: only what follows the rewards is done again."""
+        group.become(GroupState.IN_SERVICE)
+        for index, (tokens, reward) in enumerate(zip(spec.output_tokens, spec.rewards)):
+            for state in (TrajectoryState.RUNNING, TrajectoryState.GENERATED, TrajectoryState.SCORED):
+                record = group.trajectory(index, state)
+            record.output_tokens, record.reward = tokens, reward
+        group.unfinished = group.unscored = 0
+        group.become(GroupState.SERVED)
+        return self._materialize(group)
 
     def _demand_tokens(self, group: GroupRecord) -> int:
         return len(group.trajectories) * (group.prompt_tokens + self.settings.max_new_tokens)
 
     def _admit(self) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
-        while self._deferred and self._queued_bytes <= self.settings.queue_bytes:
+        while self._deferred and self.engines.serving and self._queued_bytes <= self.settings.queue_bytes:
             group = self._deferred[-1]
             demand = self._demand_tokens(group)
             if not self.settings.admission.admits(demand, RolloutLoad(len(self._in_service), self._reserved_tokens)):
@@ -219,13 +255,24 @@ class RolloutCoordinator:
         commands: list[RolloutCommand] = []
         sibling: int | None = None
         for index in range(len(group.trajectories)):
-            record = group.trajectory(index, TrajectoryState.RUNNING)
-            record.engine = sibling = self.settings.placement.place(self.in_flight, sibling)
-            self.in_flight[record.engine] += 1
-            trajectory = TrajectoryId(group.group, index)
-            self._running[trajectory] = record
-            commands.append(SendTurn(trajectory=trajectory, engine=record.engine, priority=-group.order, version=self.version))
+            command = self._place(group, index, sibling)
+            sibling = command.engine
+            commands.append(command)
         return commands
+
+    def _place(self, group: GroupRecord, index: int, sibling: int | None) -> SendTurn:
+        record = group.trajectory(index, TrajectoryState.RUNNING)
+        record.engine = self.settings.placement.place(self.in_flight, sibling)
+        self.in_flight[record.engine] += 1
+        trajectory = TrajectoryId(group.group, index)
+        self._running[trajectory] = record
+        return SendTurn(
+            trajectory=trajectory,
+            engine=record.engine,
+            priority=-group.order,
+            version=self.version,
+            prefix_tokens=record.prefix_tokens,
+        )
 
     def _turn_finished(self, event: TurnFinished) -> list[RolloutCommand]:
         trajectory = event.trajectory
@@ -305,9 +352,67 @@ class RolloutCoordinator:
 
     # ---- deadlines
 
+    def _turn_started(self, event: TurnStarted) -> list[RolloutCommand]:
+        record = self._running[event.trajectory]
+        allowed_s = self.settings.trajectory_deadline_s if record.remaining_s is None else record.remaining_s
+        self._deadlines_t[event.trajectory] = event.t + allowed_s
+        if record.remaining_s is not None:  # it goes on after a loss: its deadline is not the last one
+            self._deadlines_t = OrderedDict(sorted(self._deadlines_t.items(), key=lambda item: (item[1], item[0])))
+        return []
+
     def _deadline(self, event: DeadlinePassed) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
         while (due_t := self.next_deadline_t) is not None and due_t <= event.t:
             trajectory, _ = self._deadlines_t.popitem(last=False)
-            commands.append(AbortTurn(trajectory=trajectory, engine=self._running[trajectory].engine))
+            record = self._running[trajectory]
+            record.cut = True
+            commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
         return commands
+
+    # ---- engines that are lost and come back
+
+    def _engine_lost(self, event: EngineLost) -> list[RolloutCommand]:
+        losses = self.engines.lose(event.engine)
+        self.in_flight[event.engine] = OUT_OF_SERVICE
+        made = {prefix.trajectory: prefix.output_tokens for prefix in event.prefixes}
+        for trajectory in [t for t, record in self._running.items() if record.engine == event.engine]:
+            self._interrupt(trajectory, made.get(trajectory, 0), event.t)
+        allowed = self.settings.engine_restarts
+        if losses > allowed:
+            self.done = True
+            again = f"; that was the {losses}th time in a row (engine.restarts = {allowed})" if allowed else ""
+            return [GiveUp(reason=event.reason + again)]
+        commands: list[RolloutCommand] = [RestartEngine(engine=event.engine, version=self.version)]
+        return [*commands, *self._start_outdated(), *self._go_on()]
+
+    def _interrupt(self, trajectory: TrajectoryId, made_tokens: int, t: float) -> None:
+        """Same version elsewhere, so still on-policy. The time until it runs again is not the trajectory's."""
+        record = self.groups[trajectory.group].trajectory(trajectory.sample, TrajectoryState.INTERRUPTED)
+        del self._running[trajectory]
+        deadline_t = self._deadlines_t.pop(trajectory, None)
+        if deadline_t is not None or record.cut:
+            record.remaining_s = 0.0 if deadline_t is None else max(0.0, deadline_t - t)
+        record.prefix_tokens += made_tokens
+        self._interrupted[trajectory] = record
+
+    def _engine_restarted(self, event: EngineRestarted) -> list[RolloutCommand]:
+        current = event.version == self.version >= 0
+        self.engines.back(event.engine, current)
+        if current:
+            self.in_flight[event.engine] = 0
+        return [*self._start_outdated(), *self._go_on()]
+
+    def _start_outdated(self) -> list[RolloutCommand]:
+        """Before the first publish nothing is outdated: whoever stands takes part in it."""
+        if self.version < 0:
+            return []
+        return [RestartEngine(engine=engine, version=self.version) for engine in self.engines.outdated()]
+
+    def _go_on(self) -> list[RolloutCommand]:
+        """What an engine's loss or return makes possible."""
+        if not self.engines.serving:
+            return []
+        commands = self._confirm()
+        interrupted, self._interrupted = self._interrupted, {}
+        commands += [self._place(self.groups[t.group], t.sample, None) for t in interrupted]
+        return [*commands, *self._admit()]

@@ -23,6 +23,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         admission=admission,
         placement=LeastLoaded() if config.placement.policy == "least_loaded" else GroupAffine(),
         advantage=ADVANTAGES[config.training.loss.advantage],
+        engine_restarts=config.engine.restarts,
         drop_zero_variance=config.rollout.filter == "zero_variance",
         shuffle_rewards=config.reward.shuffle,
         evaluate=config.evaluation.prompts > 0,

@@ -1,6 +1,6 @@
 """Where is a trajectory, where is a group, and what may follow?
 
-    trajectory   PENDING -> RUNNING -> GENERATED -> SCORED
+    trajectory   PENDING -> RUNNING -> GENERATED -> SCORED         (RUNNING <-> INTERRUPTED: its engine was lost)
     group        DEFERRED -> IN_SERVICE -> SERVED -> SENT | DROPPED
 
 SERVED is RolloutPipe's serving-complete, SENT its trainable-complete. Every change goes through `move`, the one place
@@ -19,6 +19,7 @@ from rpipe.core.types import GroupId
 class TrajectoryState(Enum):
     PENDING = "pending"
     RUNNING = "running"
+    INTERRUPTED = "interrupted"
     GENERATED = "generated"
     SCORED = "scored"
 
@@ -33,7 +34,8 @@ class GroupState(Enum):
 
 _AFTER: dict[Enum, tuple[Enum, ...]] = {
     TrajectoryState.PENDING: (TrajectoryState.RUNNING,),
-    TrajectoryState.RUNNING: (TrajectoryState.GENERATED,),
+    TrajectoryState.RUNNING: (TrajectoryState.GENERATED, TrajectoryState.INTERRUPTED),
+    TrajectoryState.INTERRUPTED: (TrajectoryState.RUNNING,),
     TrajectoryState.GENERATED: (TrajectoryState.SCORED,),
     TrajectoryState.SCORED: (),
     GroupState.DEFERRED: (GroupState.IN_SERVICE,),
@@ -63,6 +65,9 @@ class TrajectoryRecord:
     engine: int = -1
     output_tokens: int = 0
     reward: float = 0.0
+    prefix_tokens: int = 0  # of its response, made by engines that were lost
+    cut: bool = False  # its deadline passed
+    remaining_s: float | None = None  # of its deadline, when its engine was lost
 
 
 @dataclass(slots=True)

@@ -27,10 +27,13 @@ class Command(Struct, frozen=True, tag_field="kind", tag=True, kw_only=True):
 
 
 class GroupSpec(Struct, frozen=True):
-    """What the coordinator needs to know of a prompt; the driver keeps its tokens under `group`."""
+    """What the coordinator needs to know of a prompt; the driver keeps its tokens under `group`. Of a group that an
+    interrupted attempt had finished, also what came of it: one number a trajectory."""
 
     group: GroupId
     prompt_tokens: int
+    output_tokens: tuple[int, ...] = ()
+    rewards: tuple[float, ...] = ()
 
 
 # ---- rollout coordinator: events ------------------------------------------------------------------------------------
@@ -54,7 +57,8 @@ class TurnStarted(Event, frozen=True):
 
 
 class TurnFinished(Event, frozen=True):
-    """An engine answered. Times are the engine owner's, on the job's clock."""
+    """An engine answered. Times are the engine owner's, on the job's clock. `output_tokens`: of the whole response, with what
+    a lost engine had made of it."""
 
     trajectory: TrajectoryId
     engine: int
@@ -95,6 +99,29 @@ class EngineUpdated(Event, frozen=True):
     started_t: float
 
 
+class Prefix(Struct, frozen=True):
+    """What a lost engine had made of a response; its tokens are kept."""
+
+    trajectory: TrajectoryId
+    output_tokens: int
+
+
+class EngineLost(Event, frozen=True):
+    """It died or fell silent. `prefixes` tells of the turns that ran on it; those not in there had made nothing."""
+
+    engine: int
+    reason: str
+    prefixes: tuple[Prefix, ...] = ()
+
+
+class EngineRestarted(Event, frozen=True):
+    """It can generate again, from the snapshot of `version`, and its prefix cache is empty."""
+
+    engine: int
+    version: Version
+    started_t: float
+
+
 class DeadlinePassed(Event, frozen=True):
     """The clock went past `next_deadline_t`."""
 
@@ -116,12 +143,14 @@ class UpdateEngine(Command, frozen=True):
 
 
 class SendTurn(Command, frozen=True):
-    """Generate. Higher `priority` goes first in the engine's queue."""
+    """Generate. Higher `priority` goes first in the engine's queue. With `prefix_tokens` the response goes on where a lost
+    engine left it."""
 
     trajectory: TrajectoryId
     engine: int
     priority: int
     version: Version
+    prefix_tokens: int = 0
 
 
 class AbortTurn(Command, frozen=True):
@@ -192,6 +221,19 @@ class RequestRollout(Command, frozen=True):
     iteration: int
     version: Version
     purpose: Purpose
+
+
+class RestartEngine(Command, frozen=True):
+    """Start it from the snapshot of `version`, before any request; -1 is what the run began from."""
+
+    engine: int
+    version: Version
+
+
+class GiveUp(Command, frozen=True):
+    """The run cannot go on; `reason` is for a person."""
+
+    reason: str
 
 
 class FinishRun(Command, frozen=True):
@@ -344,6 +386,8 @@ RolloutEvent = (
     | GroupReceived
     | WeightsOffered
     | EngineUpdated
+    | EngineLost
+    | EngineRestarted
     | DeadlinePassed
     | StopRequested
 )
@@ -370,6 +414,8 @@ RolloutCommand = (
     | EndEvaluation
     | ConfirmWeights
     | RequestRollout
+    | RestartEngine
+    | GiveUp
     | FinishRun
 )
 TrainingCommand = BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining
