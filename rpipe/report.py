@@ -127,7 +127,11 @@ def summary(told: Report) -> str:
             f"  log-prob gap     mean {_f(median['logprob_gap_mean'], '.1e')}, max {_f(median['logprob_gap_max'], '.1e')}"
             f" (medians); {run['skipped_steps']} skipped steps"
         )
+    lines += [f"{' ' * 19}- {line}" if index else f"  why              {line}" for index, line in enumerate(run["diagnosis"])]
     lines += [f"  note: {problem}" for problem in run["problems"]]
+    if run["other_events"]:
+        counted = ", ".join(f"{kind} {count}" for kind, count in sorted(run["other_events"].items()))
+        lines.append(f"  other events: {counted} (rpipe story, --html and --trace show them)")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 from rpipe import config as configuration
@@ -59,7 +60,8 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
 
     mailbox = Mailbox(world.comm, heartbeat_peers(config, world), config.limits.heartbeat_s)
     with EventLog(run_dir.events, world.rank) as log:
-        log.note(world.clock(), "JobStarted", role=world.role, host=world.host, attempt=run_dir.attempt, pid=os.getpid())
+        about = {"role": world.role, "host": world.host, "attempt": run_dir.attempt, "pid": os.getpid()}
+        log.note(world.clock(), "JobStarted", **about, unix_s=time.time())  # places attempts on one calendar
         log.note(world.clock(), "ClockOffset", offset_s=world.clock.offset_s)
         if world.role == "training":
             reason = training.run(config, world, run_dir, log, mailbox)

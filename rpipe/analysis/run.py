@@ -5,6 +5,7 @@ Nothing here keeps more than one record: a log is read as a stream, however long
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,19 +44,27 @@ def failure(attempt: Path) -> str | None:
 
 
 def read(attempt: Path) -> Iterator[Record]:
-    """Every record, a rank's file after another's. Raises RunError that names file and line of a damaged one."""
-    for path in files(attempt):
-        number = 0
-        try:
-            for number, record in enumerate(records(path), 1):
-                if record["v"] > FORMAT:
-                    raise RunError(f"{path}:{number}: format {record['v']}, written by a newer rpipe (this one reads {FORMAT})")
-                yield record
-        except RunError:
-            raise
-        except ValueError as error:
-            raise RunError(str(error)) from None
-        except (KeyError, TypeError):
-            raise RunError(f'{path}:{number}: not a record: no "v"') from None
-        except OSError as error:
-            raise RunError(f"{path}: cannot be read: {error.strerror}") from None
+    """Every record of all ranks, by time. Raises RunError that names file and line of a damaged one."""
+    return heapq.merge(*map(_read, files(attempt)), key=_time)
+
+
+def _time(record: Record) -> float:
+    t: float = record.get("t", 0.0)
+    return t
+
+
+def _read(path: Path) -> Iterator[Record]:
+    number = 0
+    try:
+        for number, record in enumerate(records(path), 1):
+            if record["v"] > FORMAT:
+                raise RunError(f"{path}:{number}: format {record['v']}, written by a newer rpipe (this one reads {FORMAT})")
+            yield record
+    except RunError:
+        raise
+    except ValueError as error:
+        raise RunError(str(error)) from None
+    except (KeyError, TypeError):
+        raise RunError(f'{path}:{number}: not a record: no "v"') from None
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read: {error.strerror}") from None

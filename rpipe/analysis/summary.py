@@ -8,13 +8,18 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rpipe.analysis import history
+from rpipe.analysis.collect import Collector
+from rpipe.analysis.diagnosis import Diagnosis, Totals, diagnose
+from rpipe.analysis.history import AttemptSpan, Work
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.problems import problems
-from rpipe.analysis.run import RunError, attempts, failure, read
+from rpipe.analysis.run import Record, RunError, attempts, failure, read
 
 Report = dict[str, Any]
 
@@ -27,35 +32,82 @@ class RunSummary:
     iterations: list[Iteration]
     evaluations: list[dict[str, Any]]
     interrupted: list[int]
+    diagnoses: dict[int, Diagnosis]  # iteration -> why its trainer waited
+    spans: list[AttemptSpan]
+    home: dict[int, int]  # complete iteration -> index of the attempt that it is taken from
+    other_events: dict[str, int]  # kinds that no figure comes from -> how many
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One attempt, read once: figures, diagnoses and work come from the same stream."""
+
+    directory: Path
+    collector: Collector = field(default_factory=Collector)
+    diagnoses: dict[int, Diagnosis] = field(default_factory=dict)
+    work: dict[int, Work] = field(default_factory=dict)
+
+    def read(self) -> Attempt:
+        attempt = Attempt.of(self._records())
+        for detail in self.collector.close():
+            self._add(detail)
+        attempt.end = failure(self.directory) or attempt.end
+        return attempt
+
+    def _records(self) -> Iterator[Record]:
+        for record in read(self.directory):
+            for detail in self.collector.take(record):
+                self._add(detail)
+            yield record
+
+    def _add(self, detail: Any) -> None:
+        if detail.purpose != "train":
+            return
+        self.work[detail.iteration] = Work.of(detail, self.collector.track.ended_t)
+        told = diagnose(detail)
+        if told is not None:
+            self.diagnoses[detail.iteration] = told
 
 
 def summarize(run: Path) -> RunSummary:
     """Read every attempt of `run`. Raises RunError: not a run dir, no events yet, a damaged line."""
-    told: list[Attempt] = []
-    for directory in attempts(run):
-        attempt = Attempt.of(read(directory))
-        attempt.end = failure(directory) or attempt.end
-        told.append(attempt)
+    passes = [_Pass(directory) for directory in attempts(run)]
+    told = [one.read() for one in passes]
     if not any(attempt.events for attempt in told):
         raise RunError(f"{run}: no events yet: the job is still starting, or it ended before it began to train")
     kept: dict[int, Iteration] = {}
+    home: dict[int, int] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     begun: set[int] = set()
-    for attempt in told:
+    other: dict[str, int] = {}
+    for index, attempt in enumerate(told):
         begun.update(attempt.iterations)
-        kept.update({number: at for number, at in attempt.iterations.items() if at.complete})
+        complete = {number: at for number, at in attempt.iterations.items() if at.complete}
+        kept.update(complete)
+        home.update(dict.fromkeys(complete, index))
         evaluations.update(attempt.evaluations)
+        for kind, count in passes[index].collector.track.marked.items():
+            other[kind] = other.get(kind, 0) + count
+    tracks = [one.collector.track for one in passes]
+    ends = [attempt.end for attempt in told]
     return RunSummary(
         attempts=told,
         iterations=[kept[number] for number in sorted(kept)],
         evaluations=[evaluations[number] for number in sorted(evaluations)],
         interrupted=sorted(begun - set(kept)),
+        diagnoses={n: passes[home[n]].diagnoses[n] for n in sorted(kept) if n in passes[home[n]].diagnoses},
+        spans=history.history([one.directory for one in passes], tracks, ends, [one.work for one in passes], home),
+        home=home,
+        other_events=other,
     )
 
 
 def report(run: Path, name: str) -> Report:
     """The whole report as JSON-ready values; "iterations", "evaluations" and "attempts" keep their names and meanings."""
-    found = summarize(run)
+    return report_of(summarize(run), name)
+
+
+def report_of(found: RunSummary, name: str) -> Report:
     rows = [at.figures() for at in found.iterations]
     return {
         "iterations": rows,
@@ -72,6 +124,9 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
     ordered = sorted(lengths)
     truncated = sum(at.truncated for at in found.iterations)
     rollout_s = sum(row["rollout_s"] for row in rows)
+    totals = Totals()
+    for told in found.diagnoses.values():
+        totals.add(told)
     return {
         "name": name,
         "ended": found.attempts[-1].end,  # empty at a normal end, None while it runs or where it was killed
@@ -86,6 +141,10 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         "checkpoint_s": median([s for attempt in found.attempts for s in attempt.checkpoint_s]),
         "time_s": _time(found, rows),
         "medians": _medians(rows),
+        "waiting": totals.shares(),
+        "diagnosis": [*totals.sentences(), *history.sentences(found.spans)],
+        "history": [span.row() for span in found.spans],
+        "other_events": found.other_events,
         "problems": problems(found.attempts, found.iterations, found.interrupted),
     }
 

