@@ -6,6 +6,7 @@ Writes the event log that a real job would, so that what reads logs is tested on
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +44,9 @@ class TimedJob:
     channel_s: float = 0.002
     starts_at: tuple[int, int] = (0, 0)  # iteration and version of the checkpoint that it goes on from
     ends_at_s: float = float("inf")  # killed then
+    loses: tuple[tuple[float, int], ...] = ()  # (when, which engine)
+    restart_s: float = 1.0
+    kept: dict[int, tuple[int, ...]] = field(default_factory=dict)  # groups an earlier attempt finished -> their tokens
     unix_s: float | None = None  # wall clock at t = 0
 
     def __post_init__(self) -> None:
@@ -67,10 +71,14 @@ class TimedJob:
             iteration, version = self.starts_at
             ready = e.TrainerReady(t=1.0, iteration=iteration, version=version, replicas=len(self._replica_free))
             self._later(1.0, training, self._training, ready)
+            for lost_t, engine in self.loses:
+                self._later(lost_t, rollout, self._rollout, e.EngineLost(t=lost_t, engine=engine, reason="silent for 30 s"))
             while self._heap:
                 self._now, _, log, coordinator, event = heapq.heappop(self._heap)
                 if self._now > self.ends_at_s:
                     return self.directory
+                if isinstance(event, e.EngineLost):
+                    event = self._lose(event)
                 log.event(event)
                 for command in coordinator.on(event):
                     log.command(self._now, command)
@@ -105,6 +113,9 @@ class TimedJob:
                 self._request(c)
             case e.SendTurn():
                 self._turn(c)
+            case e.RestartEngine():
+                back = e.EngineRestarted(t=t + self.restart_s, engine=c.engine, version=c.version, started_t=t)
+                self._to_rollout(back)
             case e.ScoreTrajectory():
                 took = self.reward_s(c.trajectory)
                 scored = e.TrajectoryScored(
@@ -144,17 +155,38 @@ class TimedJob:
         first, count, samples = c.iteration * self.groups, self.groups, self.samples
         if c.purpose == "eval":
             first, count, samples = -EVAL_GROUPS, EVAL_GROUPS, 1
-        specs = tuple(e.GroupSpec(first + i, 4) for i in range(count))
+        specs = tuple(self._spec(group) for group in range(first, first + count))
         about = {"iteration": c.iteration, "version": c.version, "purpose": c.purpose}
         self._to_rollout(e.RolloutRequested(t=self._now, trajectories_per_group=samples, groups=specs, **about))
+
+    def _spec(self, group: int) -> e.GroupSpec:
+        kept = self.kept.get(group, ())
+        return e.GroupSpec(group, 4, kept, tuple(self.reward(TrajectoryId(group, s)) for s in range(len(kept))))
+
+    def _lose(self, event: e.EngineLost) -> e.EngineLost:
+        """Its turns end; what they had made so far is said."""
+        prefixes: list[e.Prefix] = []
+        gone = []
+        for item in self._heap:
+            turn = item[4]
+            if isinstance(turn, e.TurnStarted | e.TurnFinished) and turn.engine == event.engine:
+                gone.append(item)
+            if isinstance(turn, e.TurnFinished) and turn.engine == event.engine and event.t > turn.first_token_t:
+                pace = self.token_s(event.engine)
+                left = math.ceil((turn.t - event.t) / pace - 1e-9)
+                prefixes.append(e.Prefix(turn.trajectory, turn.output_tokens - left))
+        self._heap = [item for item in self._heap if item not in gone]
+        heapq.heapify(self._heap)
+        return msgspec.structs.replace(event, prefixes=tuple(prefixes))
 
     def _turn(self, c: e.SendTurn) -> None:
         t, tokens = self._now, self.tokens(c.trajectory)
         first = t + self.first_token_s
+        made = tokens - c.prefix_tokens
         self._to_rollout(e.TurnStarted(t=first, trajectory=c.trajectory, engine=c.engine))
         self._to_rollout(
             e.TurnFinished(
-                t=first + tokens * self.token_s(c.engine), trajectory=c.trajectory, engine=c.engine, output_tokens=tokens,
+                t=first + made * self.token_s(c.engine), trajectory=c.trajectory, engine=c.engine, output_tokens=tokens,
                 cached_tokens=0, finish="stop", started_t=t, first_token_t=first, version=c.version,
             )
         )  # fmt: skip

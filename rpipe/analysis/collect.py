@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from rpipe.analysis.run import Record, RunError
-from rpipe.analysis.spans import Detail, Group, Mark, MicroBatch, Publish, Step, Track, Trajectory, Turn
+from rpipe.analysis.spans import Detail, Group, Mark, MicroBatch, Outage, Publish, Step, Track, Trajectory, Turn
 
 OPEN_ITERATIONS = 3  # the one that rolls out, the one that trains, and one for stragglers of the log
 MARKS_PER_KIND = 200  # kept with their text; the rest is counted
@@ -18,7 +18,7 @@ MARKS_PER_KIND = 200  # kept with their text; the rest is counted
 SILENT = frozenset(
     ("TurnStarted", "GroupReceived", "WeightsOffered", "DeadlinePassed", "UpdateEngine", "ConfirmWeights", "RequestRollout")
     + ("GroupDropped", "RolloutEnded", "PublishWeights", "SaveCheckpoint", "FinishRun", "StopTraining")
-    + ("ClockOffset", "JobEnded")
+    + ("ClockOffset", "JobEnded", "EngineUp", "RestartEngine")
 )
 _HEAD = frozenset(("v", "t", "rank", "seq", "io", "kind"))
 
@@ -48,6 +48,8 @@ class Collector:
             "EndRollout": self._rollout_ended,
             "EndEvaluation": self._evaluated,
             "EngineUpdated": self._engine_updated,
+            "EngineLost": self._engine_lost,
+            "EngineRestarted": self._engine_restarted,
             "TrainerReady": self._ready,
             "GroupArrived": self._arrived,
             "BeginStep": self._step_begun,
@@ -58,7 +60,6 @@ class Collector:
             "WeightsPublished": self._published,
             "CheckpointSaved": self._saved,
             "WarmedUp": self._warmed_up,
-            "EngineUp": self._engine_up,
             "JobStarted": self._started,
         }
 
@@ -138,8 +139,10 @@ class Collector:
         if detail.requested_t is None:  # a second one for the same iteration only adds groups
             detail.requested_t, detail.version = r["t"], r["version"]
         for spec in r["groups"]:
-            order = len(detail.groups)
-            detail.groups[spec["group"]] = Group(spec["group"], order, r["t"], spec["prompt_tokens"])
+            group = Group(spec["group"], len(detail.groups), r["t"], spec["prompt_tokens"])
+            if spec.get("rewards"):
+                group.restored_tokens = tuple(spec["output_tokens"])
+            detail.groups[spec["group"]] = group
             self._home[spec["group"]] = detail
 
     def _sent_turn(self, r: Record) -> None:
@@ -148,7 +151,7 @@ class Collector:
             return
         if trajectory.turns and trajectory.turns[-1].ended_t is None:  # its engine never answered: it goes on elsewhere
             trajectory.turns[-1].ended_t, trajectory.turns[-1].finish = r["t"], "lost"
-        trajectory.turns.append(Turn(r["engine"], r["t"]))
+        trajectory.turns.append(Turn(r["engine"], r["t"], prefix_tokens=r.get("prefix_tokens", 0)))
 
     def _turn(self, r: Record) -> None:
         trajectory = self._trajectory(r)
@@ -158,8 +161,27 @@ class Collector:
             trajectory.turns.append(Turn(r["engine"], r["started_t"]))
         turn = trajectory.turns[-1]
         turn.engine, turn.started_t, turn.first_token_t, turn.ended_t = r["engine"], r["started_t"], r["first_token_t"], r["t"]
-        turn.output_tokens, turn.finish = r["output_tokens"], r["finish"]
+        turn.output_tokens, turn.finish = r["output_tokens"] - turn.prefix_tokens, r["finish"]
         turn.cached_tokens = r.get("cached_tokens", 0)
+
+    def _engine_lost(self, r: Record) -> None:
+        """What ran on it stops there; a turn that began on it keeps what its engine had streamed."""
+        outage = Outage(r["engine"], r["t"], r["reason"])
+        prefixes = {tuple(prefix["trajectory"]): prefix["output_tokens"] for prefix in r.get("prefixes", ())}
+        for detail in (*self._open.values(), *([self._evaluation] if self._evaluation else [])):
+            for trajectory in detail.trajectories():
+                turn = trajectory.turns[-1] if trajectory.turns else None
+                if turn is not None and turn.engine == r["engine"] and turn.ended_t is None:
+                    turn.ended_t, turn.finish = r["t"], "lost"
+                    turn.output_tokens = max(0, prefixes.get((trajectory.group, trajectory.sample), 0) - turn.prefix_tokens)
+                    outage.turns += 1
+                    outage.kept_tokens += turn.output_tokens
+        self.track.outages.append(outage)
+
+    def _engine_restarted(self, r: Record) -> None:
+        for outage in self.track.outages:
+            if outage.engine == r["engine"] and outage.restarted_t is None:
+                outage.restarted_t = r["t"]
 
     def _score(self, r: Record) -> None:
         trajectory = self._trajectory(r)
@@ -266,11 +288,6 @@ class Collector:
 
     def _warmed_up(self, r: Record) -> None:
         self.track.warm_up = r["started_t"], r["t"]
-
-    def _engine_up(self, r: Record) -> None:
-        if r["engine"] in self.track.engines_up:  # again: it was restarted
-            self._mark(r)
-        self.track.engines_up[r["engine"]] = r["seconds"]
 
     def _started(self, r: Record) -> None:
         self.track.hosts[r["rank"]] = r.get("host", "")

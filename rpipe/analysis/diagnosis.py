@@ -29,6 +29,7 @@ CAUSES: dict[str, str] = {
     "narrow frontier": "a frontier too narrow",
     "full engines": "engines with a queue",
     "environment": "tools and environments",
+    "lost engine": "a lost engine",
     "serial": "the rollout as a whole (serial mode)",
     "first groups": "the first groups to be complete",
     "rollout": "a rollout slower than training",
@@ -135,6 +136,7 @@ def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
         "dispatch": "dispatch",
         "replicas": "uneven replicas",
         "environment": "environment",
+        "lost": "lost engine",
     }
     if wait.phase in simple:
         return [(simple[wait.phase], wait.group, wait.trajectory, wait.seconds)]

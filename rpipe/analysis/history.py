@@ -7,7 +7,7 @@ change). An iteration begun in several attempts is kept from the last one that c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ class Work:
 
     trajectories: int  # that finished generating
     tokens: int
-    steps: int
+    restored_trajectories: int  # taken over from an earlier attempt
+    restored_tokens: int
     seconds: float  # from the request to the last thing known of it
 
     @classmethod
@@ -31,8 +32,17 @@ class Work:
         return cls(
             trajectories=len(finished),
             tokens=sum(t.tokens for t in finished),
-            steps=sum(step.ended_t is not None for step in at.steps.values()),
+            restored_trajectories=sum(len(group.restored_tokens) for group in at.groups.values()),
+            restored_tokens=sum(sum(group.restored_tokens) for group in at.groups.values()),
             seconds=max(0.0, end - at.requested_t) if at.requested_t is not None else 0.0,
+        )
+
+    def less(self, later: Work) -> Work:
+        """Without what `later` took over instead of doing it again."""
+        return replace(
+            self,
+            trajectories=max(0, self.trajectories - later.restored_trajectories),
+            tokens=max(0, self.tokens - later.restored_tokens),
         )
 
 
@@ -46,7 +56,7 @@ class AttemptSpan:
     gap_s: float  # since the attempt before it wrote its last record
     dated: bool  # the log says when; else the files' last change does
     ended: str | None = None
-    repeated: dict[int, Work] = field(default_factory=dict)  # iterations that a later attempt did again
+    repeated: dict[int, Work] = field(default_factory=dict)  # iterations that a later attempt did again, less what it took over
 
     def row(self) -> dict[str, Any]:
         lost = self.repeated.values()
@@ -79,10 +89,28 @@ def history(
         free = before.start_s + before.seconds if before else 0.0
         start = max(start, free)  # clocks of two hosts may disagree: attempts never overlap
         span = AttemptSpan(int(directory.name[8:]), start, track.ended_t, start - free, track.unix_s is not None, ends[index])
-        later = {iteration for done in work[index + 1 :] for iteration in done}
-        span.repeated = {i: done for i, done in work[index].items() if i in later and kept.get(i) != index}
+        for iteration, done in work[index].items():
+            again = next((later[iteration] for later in work[index + 1 :] if iteration in later), None)
+            if again is not None and kept.get(iteration) != index:
+                span.repeated[iteration] = done.less(again)
         spans.append(span)
     return spans
+
+
+def outages(tracks: Sequence[Track]) -> list[str]:
+    """What was lost, when, and how it went on."""
+    told: list[str] = []
+    for number, track in enumerate(tracks, 1):
+        for outage in track.outages:
+            back = (
+                "not started again" if outage.restarted_t is None else f"back after {outage.restarted_t - outage.lost_t:.1f} s"
+            )
+            where = f" of attempt {number}" if len(tracks) > 1 else ""
+            told.append(
+                f"engine {outage.engine} was lost at {outage.lost_t:.1f} s{where} ({outage.reason}), {back};"
+                f" {outage.turns} trajectories went on elsewhere, with {outage.kept_tokens:,} tokens that they had"
+            )
+    return told
 
 
 def _begin_unix_s(directory: Path, track: Track) -> float:

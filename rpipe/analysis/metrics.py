@@ -118,6 +118,7 @@ class _Reader:
         self.to = attempt
         self.group_iteration: dict[int, int] = {}  # training groups of the iterations that roll out
         self.turns: dict[tuple[int, int], tuple[int, bool]] = {}  # trajectory -> tokens so far, cut short
+        self.restored: dict[int, list[int]] = {}  # groups that an interrupted attempt had finished -> their tokens
         self.step_iteration: dict[int, int] = {}  # begun, not done
         self.step_groups: dict[int, int] = {}  # step -> how many groups it consumes
         self.batch_iteration: dict[tuple[int, int], int] = {}  # (replica, micro-batch) in flight
@@ -165,6 +166,8 @@ class _Reader:
         self._at(r["iteration"]).requested_t = r["t"]
         for group in r["groups"]:
             self.group_iteration[group["group"]] = r["iteration"]
+            if group.get("rewards"):
+                self.restored[group["group"]] = group["output_tokens"]
 
     def _turn(self, r: Record) -> None:
         group, index = r["trajectory"]
@@ -181,10 +184,11 @@ class _Reader:
 
     def _group(self, r: Record) -> None:
         at, rewards = self._at(r["iteration"]), r["rewards"]
+        restored = self.restored.pop(r["group"], None)
         for index in range(len(rewards)):
             tokens, cut = self.turns.pop((r["group"], index), (0, False))
             at.generated_tokens += tokens
-            at.response_tokens.append(tokens)
+            at.response_tokens.append(tokens if restored is None else restored[index])
             at.truncated += cut
         at.trajectories += len(rewards)
         at.reward_sum += sum(rewards)

@@ -19,6 +19,7 @@ class Turn:
     ended_t: float | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
+    prefix_tokens: int = 0  # of the response, made by an engine that was lost; in no turn's output_tokens twice
     finish: str = ""
 
 
@@ -67,6 +68,7 @@ class Group:
     served_t: float | None = None  # all generated: it left the frontier
     sent_t: float | None = None  # all scored: to the trainer, or dropped
     dropped: str = ""  # why, where the filter refused it
+    restored_tokens: tuple[int, ...] = ()  # one a trajectory, where an interrupted attempt had finished it
     rewards: tuple[float, ...] = ()
     arrived_t: float | None = None  # in the trainer's FIFO
     dispatched_t: float | None = None  # its first micro-batch was handed out
@@ -167,6 +169,18 @@ class Detail:
 
 
 @dataclass(slots=True)
+class Outage:
+    """An engine that was lost. `turns` ran on it and went on elsewhere, `kept_tokens` of them were not made again."""
+
+    engine: int
+    lost_t: float
+    reason: str
+    turns: int = 0
+    kept_tokens: int = 0
+    restarted_t: float | None = None
+
+
+@dataclass(slots=True)
 class Mark:
     """Something worth a line on the timeline: an engine lost, a kind that this version does not know."""
 
@@ -186,7 +200,7 @@ class Track:
     ended_t: float = 0.0  # the last record
     checkpoints: list[tuple[float, float, int]] = field(default_factory=list)  # started, ended, iteration
     publishes: list[Publish] = field(default_factory=list)
-    engines_up: dict[int, float] = field(default_factory=dict)  # engine -> seconds it took to start
+    outages: list[Outage] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     marked: dict[str, int] = field(default_factory=dict)  # kind -> how many, those that were not kept included
     hosts: dict[int, str] = field(default_factory=dict)

@@ -35,6 +35,7 @@ class RunSummary:
     diagnoses: dict[int, Diagnosis]  # iteration -> why its trainer waited
     spans: list[AttemptSpan]
     home: dict[int, int]  # complete iteration -> index of the attempt that it is taken from
+    outages: list[str]  # a sentence each
     other_events: dict[str, int]  # kinds that no figure comes from -> how many
 
 
@@ -98,6 +99,7 @@ def summarize(run: Path) -> RunSummary:
         diagnoses={n: passes[home[n]].diagnoses[n] for n in sorted(kept) if n in passes[home[n]].diagnoses},
         spans=history.history([one.directory for one in passes], tracks, ends, [one.work for one in passes], home),
         home=home,
+        outages=history.outages(tracks),
         other_events=other,
     )
 
@@ -142,7 +144,7 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         "time_s": _time(found, rows),
         "medians": _medians(rows),
         "waiting": totals.shares(),
-        "diagnosis": [*totals.sentences(), *history.sentences(found.spans)],
+        "diagnosis": [*totals.sentences(), *found.outages, *history.sentences(found.spans)],
         "history": [span.row() for span in found.spans],
         "other_events": found.other_events,
         "problems": problems(found.attempts, found.iterations, found.interrupted),

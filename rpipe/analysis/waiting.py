@@ -14,12 +14,13 @@ from typing import Literal
 
 from rpipe.analysis.spans import Detail, Group, MicroBatch, Trajectory
 
-Phase = Literal["deferred", "queued", "generating", "environment", "reward", "channel", "dispatch", "replicas"]
+Phase = Literal["deferred", "queued", "generating", "environment", "lost", "reward", "channel", "dispatch", "replicas"]
 PHASES: dict[Phase, str] = {
     "deferred": "the group was not admitted yet",
     "queued": "in the engine's queue or prefill",
     "generating": "the engine generated",
     "environment": "between two turns: a tool or an environment",
+    "lost": "its engine was lost: until it went on elsewhere",
     "reward": "the reward function, its queue included",
     "channel": "on the way to the trainer",
     "dispatch": "there, but not handed out: the mode's order, or the trainer's own work",
@@ -124,7 +125,8 @@ def _way(group: Group, last: Trajectory) -> list[tuple[Phase, float]]:
     """Phases in order, each with the time at which it ended."""
     way: list[tuple[Phase, float]] = []
     for index, turn in enumerate(last.turns):
-        way.append(("environment" if index else "deferred", turn.sent_t))
+        before = last.turns[index - 1].finish if index else ""
+        way.append(("lost" if before == "lost" else "environment" if index else "deferred", turn.sent_t))
         if turn.first_token_t is not None:
             way.append(("queued", turn.first_token_t))
         if turn.ended_t is not None:

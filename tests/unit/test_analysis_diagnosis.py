@@ -10,6 +10,7 @@ import pytest
 from rpipe.analysis.collect import collect
 from rpipe.analysis.diagnosis import Diagnosis, Totals, diagnose
 from rpipe.analysis.run import read
+from rpipe.analysis.summary import report
 from rpipe.policy.admission import Fifo, Frontier
 from tests.timed_job import TimedJob
 
@@ -74,6 +75,28 @@ def test_a_slow_publish_is_named_with_its_share_and_its_engine(tmp_path: Path):
     assert "publishing took 3 s" in text and "engine 1 took 3 s of it, the others 0.1 s" in text
     assert whole.worst["slow publish"].points > 0.3
     assert any("publishing took 3 s" in line for line in whole.sentences())
+
+
+def test_a_lost_engine_is_told_with_what_went_on_elsewhere(tmp_path: Path):
+    world = {**EVEN, "rollout": {"admission": Fifo()}, "token_s": lambda engine: 0.05}
+    TimedJob(tmp_path / "attempt-1", **world, loses=((3.0, 1),), restart_s=9.0).run()
+    told = report(tmp_path, "x")["run"]
+    # the rollout begins at 1.02 s, first tokens come 0.02 s later: 39 tokens by 3.0 s, on 16 trajectories
+    assert told["diagnosis"][-1] == (
+        "engine 1 was lost at 3.0 s (silent for 30 s), back after 9.0 s;"
+        " 16 trajectories went on elsewhere, with 624 tokens that they had"
+    )
+    assert told["other_events"] == {}
+    details, _ = collect(read(tmp_path / "attempt-1"))
+    moved = [t for t in details[0].trajectories() if len(t.turns) == 2]
+    assert len(moved) == 16 and all(t.turns[0].finish == "lost" and t.turns[1].finish == "stop" for t in moved)
+    assert {t.tokens for t in moved} <= set(range(90, 110)) and {t.turns[0].output_tokens for t in moved} == {39}
+
+
+def test_both_engines_lost_is_what_the_trainer_waited_for(tmp_path: Path):
+    found = diagnosed(tmp_path, **EVEN, loses=((1.5, 0), (1.5, 1)), restart_s=20.0)
+    assert next(iter(totals(found).shares())) == "lost engine"
+    assert "points of it for a lost engine" in found[0].sentence
 
 
 def test_dropped_groups_are_told_with_what_they_cost(tmp_path: Path):

@@ -74,3 +74,24 @@ def test_kinds_that_no_figure_comes_from_are_counted_and_shown(tmp_path: Path, c
     assert report(tmp_path, "x")["run"]["other_events"] == {"MoonRose": 3}
     assert main([str(tmp_path)]) == 0
     assert "other events: MoonRose 3" in capsys.readouterr().out
+
+
+def test_groups_that_a_later_attempt_took_over_were_not_done_twice(tmp_path: Path):
+    world = {"rollout": {"iterations": 1}, "training": {"iterations": 1}}
+    whole = records(TimedJob(tmp_path / "whole", **world).run())
+    sent = [r for r in whole if r["kind"] == "SendGroup"]
+    TimedJob(tmp_path / "attempt-1", **world, ends_at_s=sent[3]["t"] + 0.001, unix_s=0.0).run()
+    finished = [r for r in records(tmp_path / "attempt-1") if r["kind"] == "TurnFinished"]
+    kept: dict[int, tuple[int, ...]] = {}
+    for group in (r["group"] for r in sent[:3]):
+        mine = sorted((r["trajectory"][1], r["output_tokens"]) for r in finished if r["trajectory"][0] == group)
+        kept[group] = tuple(tokens for _, tokens in mine)
+    TimedJob(tmp_path / "attempt-2", **world, kept=kept, unix_s=50.0).run()
+    told = report(tmp_path, "x")
+    one = told["run"]["history"][0]
+    assert one["repeated_trajectories"] == len(finished) - 12 > 0
+    assert one["repeated_tokens"] == sum(r["output_tokens"] for r in finished) - sum(map(sum, kept.values()))
+    [row] = told["iterations"]
+    lengths = [r["output_tokens"] for r in whole if r["kind"] == "TurnFinished"]
+    assert row["trajectories"] == 32 and row["generated_tokens"] == sum(lengths) - sum(map(sum, kept.values()))
+    assert told["run"]["response_tokens_p50"] in lengths  # what was taken over counts with its own length

@@ -49,9 +49,7 @@ def logs(attempt: Path) -> tuple[EventLog, EventLog]:
 def request(log: EventLog, t: float, iteration: int, groups: list[int], k: int = 2, purpose: Purpose = "train") -> None:
     specs = tuple(GroupSpec(group, 5) for group in groups)
     log.event(
-        RolloutRequested(
-            t=t, iteration=iteration, version=iteration, purpose=purpose, trajectories_per_group=k, groups=specs
-        )
+        RolloutRequested(t=t, iteration=iteration, version=iteration, purpose=purpose, trajectories_per_group=k, groups=specs)
     )
 
 
