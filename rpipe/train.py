@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -91,10 +92,11 @@ def fail(run_dir: RunDir, rank: int, error: BaseException) -> None:
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if not isinstance(error, (RuntimeError, ValueError, OSError)):
         reason = f"{type(error).__name__}: {reason}"
-    path = run_dir.failure(max(rank, 0))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(reason + "\n")
     print(f"rank {rank}: {reason}", file=sys.stderr, flush=True)
+    path = run_dir.failure(max(rank, 0))
+    with contextlib.suppress(OSError):  # a full disk: the launcher has read the line above
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(reason + "\n")
 
 
 if __name__ == "__main__":

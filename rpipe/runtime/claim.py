@@ -1,23 +1,61 @@
 """Which directory does this job write to, which attempt is it, and is anyone else in there?
 
-`RUN_DIR/lock` is held by the supervisor while its job lives. Every attempt keeps its own copy of the resolved config and of
-the environment; the run directory shows the newest.
+Two nets, as neither holds alone. `RUN_DIR/lock` is locked by the supervisor while its job lives: a death frees it, but not
+every shared filesystem carries locks between hosts. `RUN_DIR/claim.json` names the attempt that owns the directory; its
+supervisor touches it every BEAT_S. A claim of another host is respected until its touch is EXPIRES_S old, unless Slurm knows
+better: a job that runs keeps it, one that is gone or was started again has lost it. Ages are differences of the filesystem's
+own times, so hosts' clocks do not matter.
+
+Whoever claims the directory fences older attempts: `require` raises in their ranks before anything shared is written.
+Every attempt keeps its own copy of the resolved config and of the environment; the run directory shows the newest.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import re
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
+
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
 from rpipe.runtime.mpirun import LaunchError
 from rpipe.runtime.rundir import RunDir
+
+BEAT_S = 10.0
+EXPIRES_S = 60.0  # six beats: a slow filesystem is no death
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+
+class ClaimLost(RuntimeError):
+    """Another attempt owns the run directory by now: this one must write nothing more."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Who owns a run directory, as `claim.json` says it."""
+
+    attempt: int
+    process: int
+    host: str
+    kernel: str  # its boot id: the same machine since the same start
+    job: str = ""  # Slurm's number, "" outside
+    restart: int = 0  # how often Slurm started the job again
+    ended: bool = False
+
+    @property
+    def holder(self) -> str:
+        return f"process {self.process} on {self.host}" + (f" (Slurm job {self.job})" if self.job else "")
 
 
 def attempts(path: Path) -> list[int]:
@@ -26,21 +64,45 @@ def attempts(path: Path) -> list[int]:
     return sorted(int(found.group(1)) for found in names if found)
 
 
+def owner(path: Path) -> Claim | None:
+    """Of a run directory; None where nobody claimed it."""
+    try:
+        return msgspec.json.decode((path / "claim.json").read_bytes(), type=Claim)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def require(run: RunDir) -> None:
+    """Raises ClaimLost unless `run`'s attempt owns its directory."""
+    now = owner(run.path)
+    if now is not None and now.attempt > run.attempt:
+        raise ClaimLost(
+            f"attempt {run.attempt} lost {run.path} to attempt {now.attempt} ({now.holder}): it writes nothing more there"
+        )
+
+
 @contextmanager
 def claim(config: Config) -> Iterator[tuple[RunDir, Config]]:
-    """Hold the run directory and make the next attempt; yields the config with `run.dir` filled (absolute), as written there.
+    """Own the run directory and make the next attempt; yields the config with `run.dir` filled (absolute), as written there.
 
     Raises LaunchError: not writable, in use by another job, or with attempts although run.resume = never.
     """
     try:
         path = Path(config.run.dir).absolute() if config.run.dir else _fresh(config.run.name)
         path.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise LaunchError(f"run.dir = {error.filename}: cannot be written: {error.strerror}") from None
     try:
+        _refuse_if_used(path, _take(lock))
         run, config = _next_attempt(path, config)
-        yield run, config
+        mine = _write(path, Claim(run.attempt, os.getpid(), os.uname().nodename, _kernel(), *_slurm()))
+        try:
+            with _beating(path, mine, lock):
+                yield run, config
+        finally:
+            if owner(path) == mine:
+                _write(path, msgspec.structs.replace(mine, ended=True))
     finally:
         os.close(lock)
 
@@ -89,15 +151,115 @@ def _fresh(name: str) -> Path:
     raise LaunchError(f"run.dir: {base} and 98 more exist; wanted: a run.dir of your own")
 
 
-def _lock(path: Path) -> int:
-    """A descriptor that holds the directory's lock; closing it, or the death of this process, gives it back."""
-    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+# ---- is anyone else in there?
+
+
+def _take(lock: int) -> bool | None:
+    """Whether this process holds the lock now; None where the filesystem has none."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except BlockingIOError:
-        holder = os.read(lock, 200).decode(errors="replace").strip()
-        os.close(lock)
-        raise LaunchError(f"run.dir = {path} is in use by {holder or 'another job'}; wanted: another run.dir") from None
-    os.ftruncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-    return lock
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+
+
+def _refuse_if_used(path: Path, locked: bool | None) -> None:
+    """Raises LaunchError where another job's claim stands."""
+    held = owner(path)
+    job, restart = _slurm()
+    if held is not None and job and held.job == job and held.restart < restart:
+        if not held.ended:
+            _say(f"taking over from attempt {held.attempt}: Slurm started job {job} again")
+        return  # what Slurm started again is dead, or an orphan that `require` keeps out
+    if locked is False:
+        raise LaunchError(_in_use(path, held))
+    if held is None or held.ended or (locked and held.kernel == _kernel()):
+        return  # on one machine the lock tells
+    alive = None if held.job == job else _slurm_runs(held.job)
+    if alive or (alive is None and _silent_s(path) < EXPIRES_S):
+        died = "" if alive else f", or wait {EXPIRES_S:.0f} s if that host died"
+        raise LaunchError(_in_use(path, held) + died)
+
+
+def _in_use(path: Path, held: Claim | None) -> str:
+    return f"run.dir = {path} is in use by {held.holder if held else 'another job'}; wanted: another run.dir"
+
+
+def _silent_s(path: Path) -> float:
+    """Since the owner's last touch, by the filesystem's own clock."""
+    probe = path / f".probe-{os.uname().nodename}-{os.getpid()}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - (path / "claim.json").stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _slurm_runs(job: str) -> bool | None:
+    """Whether Slurm says that a job may still write; None where there is no saying."""
+    if not job:
+        return None
+    try:
+        command = ["squeue", "--noheader", "--jobs", job, "--format", "%T"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if told.returncode:
+        return False if "Invalid job id" in told.stderr else None
+    return told.stdout.strip() not in ("", "PENDING")
+
+
+def _slurm() -> tuple[str, int]:
+    """This job's number and how often Slurm started it again."""
+    return os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+
+
+def _kernel() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+# ---- holding it
+
+
+def _write(path: Path, mine: Claim) -> Claim:
+    new = path / f".claim-{mine.attempt}"
+    try:
+        new.write_bytes(msgspec.json.encode(mine))
+        os.replace(new, path / "claim.json")
+    except OSError as error:
+        if not mine.ended:
+            raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
+    return mine
+
+
+@contextmanager
+def _beating(path: Path, mine: Claim, lock: int) -> Iterator[None]:
+    """Touch the claim while the job lives; end the job where another attempt took the directory over."""
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(BEAT_S):
+            now = owner(path)
+            if now is not None and now.attempt > mine.attempt:
+                _say(f"{path} belongs to attempt {now.attempt} ({now.holder}) by now: ending attempt {mine.attempt}")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            with contextlib.suppress(OSError):
+                _take(lock)  # an orphan that held it may be gone
+                os.utime(path / "claim.json")
+
+    thread = threading.Thread(target=beat, name="claim", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _say(text: str) -> None:
+    print(f"rpipe: {text}", file=sys.stderr, flush=True)

@@ -1,14 +1,15 @@
 """How does a trainer's state reach the disk whole, and come back under another layout?
 
 megatron's dist_checkpointing, written to DIRECTORY.tmp and renamed when every rank is done: a directory by its own name
-is complete. `COMPLETE` in it lists every file's size, checked before anything is read.
+is complete. Every rank sums the files that it wrote; the manifest of all sums is written last, and checked, by all
+ranks together, before anything is loaded (runtime/checkpoints.py).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import queue
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,70 +22,93 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
-COMPLETE = "complete.json"
+from rpipe.runtime.checkpoints import Damaged, NotWritten, Sum, manifest, measure, seal, sync
+from rpipe.runtime.checkpoints import verify as check_sums
+
+FULL_BYTES = 1 << 20  # less free than this: the disk is full, whatever torch's message says
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
     """Write a sharded state; what is not sharded is rank 0's. All ranks of the default world call it, and an older
-    checkpoint of that name is replaced. The directory must be on a filesystem that all of them see."""
+    checkpoint of that name is replaced. The directory must be on a filesystem that all of them see. Raises NotWritten."""
     new = directory.with_name(directory.name + ".tmp")
-    if dist.get_rank() == 0:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir(parents=True)
+    with _removed_if_not_written(new, directory):
+        if dist.get_rank() == 0:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+        dist.barrier()
+        with _written_here():
+            dist_checkpointing.save(state, str(new), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
+        dist.barrier()
+        mine = {path.name: measure(path) for path in sorted(new.iterdir()) if _writer(path.name) == dist.get_rank()}
+        gathered: list[dict[str, Sum]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, mine)
+        if dist.get_rank() == 0:
+            seal(new, {name: found for sums in gathered for name, found in sums.items()})
+            shutil.rmtree(directory, ignore_errors=True)
+            os.rename(new, directory)
+            sync(directory.parent)
     dist.barrier()
-    with _written_here(), _told(f"{directory}: cannot be written"):
-        dist_checkpointing.save(state, str(new), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        sizes = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
-        with (new / COMPLETE).open("w") as file:
-            json.dump(sizes, file)
-            file.flush()
-            os.fsync(file.fileno())
-        shutil.rmtree(directory, ignore_errors=True)
-        os.rename(new, directory)
-    dist.barrier()
+
+
+def _writer(name: str) -> int:
+    """The rank that wrote a file; what is not sharded is rank 0's."""
+    found = re.match(r"__(\d+)_", name)
+    return int(found.group(1)) if found else 0
 
 
 def load(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Read what `state` (sharded, of this layout) asks for, and all that is not sharded. ValueError where it is not whole."""
+    """Read what `state` (sharded, of this layout) asks for, and all that is not sharded. All ranks call it. Raises Damaged,
+    on all of them, where it is not whole."""
     verify(directory)
-    with _told(f"{directory}: cannot be read"):
+    try:
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(directory))
+    except CheckpointException as error:
+        raise ValueError(f"{directory}: cannot be read: {_line(_first(error))}") from None
     return loaded
 
 
-@contextmanager
-def _told(what: str) -> Iterator[None]:
-    """torch's CheckpointException holds every rank's failure and is no Exception: one line instead."""
-    try:
-        yield
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        raise ValueError(f"{what}: {type(first).__name__}: {(str(first).splitlines() or [''])[0]}") from None
-
-
 def holds(directory: Path, prefix: str) -> bool:
-    """Whether it has tensors whose keys begin so."""
-    verify(directory)
+    """Whether it has tensors whose keys begin so. Raises Damaged where a file is missing or short."""
+    manifest(directory)
     return any(key.startswith(prefix) for key in dist_checkpointing.load_tensors_metadata(str(directory)))
 
 
 def verify(directory: Path) -> None:
-    """Raises ValueError, naming the file, unless every file is there in its full size."""
+    """Raises Damaged, naming a file, on all ranks or on none, unless every file is there with its bytes; each reads a share."""
     try:
-        sizes = json.loads((directory / COMPLETE).read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{directory}: no complete checkpoint ({COMPLETE} is missing)") from None
-    except ValueError:
-        raise ValueError(f"{directory / COMPLETE}: damaged: it is not JSON") from None
-    for name, size in sizes.items():
-        path = directory / name
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            raise ValueError(
-                f"{path}: {'missing' if found is None else f'{found} bytes'}, wanted {size}: the checkpoint is damaged"
-            )
+        files = manifest(directory)
+        told = check_sums(directory, sorted(files)[dist.get_rank() :: dist.get_world_size()], files)
+    except Damaged as error:
+        told = str(error)
+    gathered = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, told)
+    for found in gathered:
+        if found:
+            raise Damaged(found)
+
+
+@contextmanager
+def _removed_if_not_written(new: Path, directory: Path) -> Iterator[None]:
+    """One line for whoever reads why the job ended, and the space back: its log needs some, too."""
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError) as error:  # torch's own is none of Exception's
+        first = _first(error) if isinstance(error, CheckpointException) else error
+        full = new.parent.is_dir() and shutil.disk_usage(new.parent).free < FULL_BYTES
+        shutil.rmtree(new, ignore_errors=True)
+        what = getattr(first, "strerror", None) or ("No space left on device" if full else _line(first))
+        raise NotWritten(f"{directory}: cannot be written: {what}") from None
+
+
+def _first(error: CheckpointException) -> BaseException:
+    """It holds every rank's failure."""
+    failure: BaseException = next(iter(error.failures.values()))[0]
+    return failure
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rpipe.config import BACKENDS, Config
 from rpipe.core.eventlog import EventLog
 from rpipe.core.types import Sequences
+from rpipe.runtime import checkpoints
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, open_channel
 from rpipe.runtime.mailbox import Mailbox
@@ -75,8 +76,8 @@ def resume(
     found = world.role_comm.bcast(found)
     if found:
         started_t = world.clock()
-        extra = load(trainer, found)
-        log.note(world.clock(), "Resumed", checkpoint=found[0].name, started_t=started_t, **extra)
+        checkpoint, extra = load(trainer, found, world.is_coordinator)
+        log.note(world.clock(), "Resumed", checkpoint=checkpoint.name, started_t=started_t, **extra)
         return extra
     if config.model.warm_up is not None:
         started_t = world.clock()
@@ -87,13 +88,28 @@ def resume(
     return {"iteration": 0, "version": 0, "cursor": 0}
 
 
-def load(trainer: MegatronTrainer, found: list[Path]) -> dict[str, Any]:
-    """The newest checkpoint. Raises ValueError that says what to do where it cannot be read."""
-    try:
-        return trainer.load(found[0])
-    except ValueError as error:
-        other = f"go on from {found[1].name}" if len(found) > 1 else "begin anew"
-        raise ValueError(f"{error}; remove it to {other}") from None
+def load(trainer: MegatronTrainer, found: list[Path], speaks: bool) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint that is whole, and what it says; damaged ones before it are set aside, with a line each.
+
+    All training ranks come to the same one. Raises ValueError where none can be read.
+    """
+    damaged: list[str] = []
+    for number, path in enumerate(found):
+        try:
+            extra = trainer.load(path)
+        except checkpoints.Damaged as error:
+            damaged.append(str(error))
+            if speaks and number + 1 < len(found):
+                print(f"{error}; going on from {found[number + 1].name}", flush=True)
+            continue
+        if speaks:
+            for old in found[:number]:
+                checkpoints.set_aside(old)
+        return path, extra
+    raise ValueError(
+        f"no checkpoint in {found[0].parent} can be read: {'; '.join(damaged)};"
+        " wanted: one of them whole, or that folder removed to begin anew"
+    )
 
 
 def tell(mailbox: Mailbox, world: World, text: str) -> None:

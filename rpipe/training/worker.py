@@ -11,7 +11,6 @@ messages; the others do nothing else.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -28,8 +27,10 @@ from rpipe.core.events import (
     TrainMicroBatch,
 )
 from rpipe.core.types import Sequences
+from rpipe.runtime import checkpoints
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, unpack
+from rpipe.runtime.claim import require
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import BatchDone, Work
 from rpipe.runtime.rundir import RunDir
@@ -82,6 +83,7 @@ class TrainingWorker:
                 outcome.path = self._save(iteration, version, work.cursor)
             case StopTraining(reason=reason):
                 if not reason:
+                    require(self.run_dir)
                     self.trainer.export_hf(self.run_dir.hf)
         devices.synchronize(self.device)  # an accelerator returns before it is done
         outcome.ended_t = self.world.clock()
@@ -131,12 +133,18 @@ class TrainingWorker:
         return nbytes
 
     def _save(self, iteration: int, version: int, cursor: int) -> str:
-        path = self.run_dir.checkpoint(iteration)
-        self.trainer.save(path, {"iteration": iteration, "version": version, "cursor": cursor})
+        """Written under this attempt's own name, given its place while the run dir is still this attempt's."""
         if self.world.is_coordinator:
-            for old in self.run_dir.checkpoints_found()[self.config.run.keep_checkpoints :]:
-                shutil.rmtree(old, ignore_errors=True)
-        return str(path.relative_to(self.run_dir.path))
+            checkpoints.begin(self.run_dir, iteration)
+        path = checkpoints.part(self.run_dir, iteration)
+        try:
+            self.trainer.save(path, {"iteration": iteration, "version": version, "cursor": cursor})
+        except checkpoints.NotWritten as error:
+            last = next((kept.name for kept in self.run_dir.checkpoints_found()), "its beginning")
+            raise checkpoints.NotWritten(f"{error}; started again, the run goes on from {last}") from None
+        if self.world.is_coordinator:
+            checkpoints.publish(self.run_dir, iteration, self.config.run.keep_checkpoints)
+        return str(self.run_dir.checkpoint(iteration).relative_to(self.run_dir.path))
 
 
 def done_event(command: TrainMicroBatch, outcome: Outcome, batch: Sequences) -> MicroBatchDone:
