@@ -27,6 +27,7 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="changes one key: run.seed=1 pipeline.mode=serial")
     # add_help=False: --help and everything else is the command's own
     commands.add_parser("report", help="tables of one or more run directories (--json for machines)", add_help=False)
+    commands.add_parser("simulate", help="run the job's config on a virtual clock: what would it take?", add_help=False)
     commands.add_parser("doctor", help="what this machine has, and what to do about the rest", add_help=False)
     commands.add_parser("version", help="print the version")
     return top
@@ -39,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rpipe.report import main as report
 
         return report(words[1:])
+    if words[:1] == ["simulate"]:
+        from rpipe.report import write
+        from rpipe.simulate import main as simulate
+
+        return simulate(words[1:], report=write)
     if words[:1] == ["doctor"]:
         from rpipe.doctor import main as doctor
 

@@ -11,22 +11,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
+from rpipe.config_section import Count, Fraction, Seconds
+from rpipe.config_section import Section as Section
+from rpipe.config_simulation import Hardware, ModelShape, Workload
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}  # of an accelerator's own collectives
 
 
 class ConfigError(ValueError):
     """One line for the person who wrote the config."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Run(Section):
@@ -74,6 +69,7 @@ class Model(Section):
     make: MakeModel | None = None  # or: make one
     warm_up: WarmUp | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on cpu, bfloat16 elsewhere
+    shape: ModelShape | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
@@ -232,6 +228,8 @@ class Config(Section):
     channel: Channel = Channel()
     evaluation: Evaluation = Evaluation()
     limits: Limits = Limits()
+    hardware: Hardware | None = None
+    workload: Workload | None = None
 
     @property
     def engines(self) -> int:

@@ -1,0 +1,195 @@
+"""What does a piece of work cost, in seconds of free hardware? Pure functions of sizes.
+
+Measured figures go before data sheets. By data sheet:
+
+    decode step   layers x overhead + max(weights and KV read / bandwidth, 2 x parameters x batch / FLOPs) + collectives
+                  + batch x overhead
+    prefill       max(weights read / bandwidth, 2 x parameters x tokens / FLOPs) + collectives
+    micro-batch   overhead + (6 x parameters x tokens + 6 x layers x hidden x sum of squared lengths) / FLOPs + collectives,
+                  over the tp x cp ranks of each of pp stages; (pp - 1) of pp stages idle in a micro-batch alone
+    step          overhead + gradients reduced between replicas (ring) + optimizer state through memory
+
+A tensor-parallel layer is two collectives forward, and two more backward.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from typing import Protocol
+
+from rpipe.config import Config, ConfigError
+from rpipe.config_simulation import Accelerator, Hardware, MeasuredEngine, MeasuredTrainer
+from rpipe.sim.shape import Shape, shape_of
+
+OPTIMIZER_BYTES = 16  # a parameter: fp32 master weight, gradient, two moments; each read and written once
+
+
+class EngineCosts(Protocol):
+    @property
+    def kv_tokens(self) -> int: ...
+
+    def decode_s(self, running: int, context_tokens: float) -> float:
+        """One step of `running` sequences that hold `context_tokens` together."""
+        ...
+
+    def prefill_s(self, tokens: int) -> float:
+        """A batch of `tokens` that were not cached."""
+        ...
+
+
+class TrainerCosts(Protocol):
+    def micro_batch_s(self, lengths: list[int]) -> float:
+        """Forward and backward of sequences of these lengths, on one replica."""
+        ...
+
+    def step_s(self) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Interpolated between the batch sizes that were seen, extrapolated by the last two."""
+
+    measured: MeasuredEngine
+    kv_tokens: int
+
+    def decode_s(self, running: int, context_tokens: float) -> float:
+        points = self.measured.decode_step_s
+        at = min(max(bisect_right(points, (running, float("inf"))), 1), len(points) - 1)
+        step_s = points[0][1]
+        if len(points) > 1 and running > points[0][0]:
+            (n0, s0), (n1, s1) = points[at - 1], points[at]
+            slope = (s1 - s0) / (n1 - n0)
+            step_s = s0 + slope * (running - n0) if running <= n1 else s1 + max(slope, 0.0) * (running - n1)
+        return step_s + self.measured.context_token_s * context_tokens
+
+    def prefill_s(self, tokens: int) -> float:
+        return self.measured.prefill_s + self.measured.prefill_token_s * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    accelerator: Accelerator
+    shape: Shape
+    tp: int
+    kv_tokens: int
+
+    def decode_s(self, running: int, context_tokens: float) -> float:
+        a, s = self.accelerator, self.shape
+        kv_bytes = s.kv_bytes_per_token * context_tokens / min(self.tp, s.kv_heads)
+        read_s = (s.weight_bytes_read(running) / self.tp + kv_bytes) / (a.memory_bytes_per_s * a.memory_efficiency)
+        compute_s = 2 * s.active_parameters * running / (self.tp * a.flops * a.matmul_efficiency)
+        return (
+            s.layers * a.layer_overhead_s
+            + max(read_s, compute_s)
+            + 2 * s.layers * collective_s(a, self.tp, running * s.hidden_size * s.bytes_per_value)
+            + running * a.sequence_overhead_s
+        )
+
+    def prefill_s(self, tokens: int) -> float:
+        a, s = self.accelerator, self.shape
+        read_s = s.weight_bytes_read(tokens) / self.tp / (a.memory_bytes_per_s * a.memory_efficiency)
+        compute_s = 2 * s.active_parameters * tokens / (self.tp * a.flops * a.matmul_efficiency)
+        collectives_s = 2 * s.layers * collective_s(a, self.tp, tokens * s.hidden_size * s.bytes_per_value)
+        return s.layers * a.layer_overhead_s + max(read_s, compute_s) + collectives_s
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredReplica:
+    measured: MeasuredTrainer
+
+    def micro_batch_s(self, lengths: list[int]) -> float:
+        m = self.measured
+        pairs = sum(n * n for n in lengths) if m.token_pair_s else 0
+        return m.micro_batch_s + m.trajectory_s * len(lengths) + m.token_s * sum(lengths) + m.token_pair_s * pairs
+
+    def step_s(self) -> float:
+        return self.measured.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineReplica:
+    accelerator: Accelerator
+    shape: Shape
+    tp: int
+    pp: int
+    cp: int
+    replicas: int
+
+    def micro_batch_s(self, lengths: list[int]) -> float:
+        a, s, tokens = self.accelerator, self.shape, sum(lengths)
+        flops = 6 * s.active_parameters * tokens + 6 * s.layers * s.hidden_size * sum(n * n for n in lengths)
+        compute_s = flops / (self.tp * self.cp * a.flops * a.training_efficiency)
+        # A micro-batch alone passes the stages one after another: (pp - 1) of pp stages wait at any time.
+        return (
+            a.micro_batch_overhead_s
+            + compute_s
+            + 4 * s.layers * collective_s(a, self.tp, tokens / self.cp * s.hidden_size * s.bytes_per_value)
+        )
+
+    def step_s(self) -> float:
+        a, parameters = self.accelerator, self.shape.parameters / (self.tp * self.pp)
+        ring = 2 * (self.replicas - 1) / self.replicas
+        in_node = self.tp * self.pp * self.cp * self.replicas <= a.accelerators_per_node
+        reduce_s = ring * 4 * parameters / (a.link_bytes_per_s if in_node else a.network_bytes_per_s)
+        state_s = 2 * OPTIMIZER_BYTES * parameters / self.replicas / (a.memory_bytes_per_s * a.memory_efficiency)
+        return a.step_overhead_s + reduce_s + state_s
+
+
+def collective_s(accelerator: Accelerator, ranks: int, nbytes: float) -> float:
+    """One all-reduce inside a node; nothing for one rank."""
+    if ranks == 1:
+        return 0.0
+    return accelerator.link_latency_s + 2 * (ranks - 1) / ranks * nbytes / accelerator.link_bytes_per_s
+
+
+def hardware_of(config: Config) -> Hardware:
+    """Raises ConfigError where the config names none."""
+    if config.hardware is None:
+        raise ConfigError("hardware: missing; wanted: include one of configs/cluster/*.yaml, or what `rpipe calibrate` wrote")
+    return config.hardware
+
+
+def engine_costs(config: Config) -> EngineCosts:
+    """Raises ConfigError where the model does not fit."""
+    hardware = hardware_of(config)
+    if hardware.engine is not None:
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        return Measured(hardware.engine, config.engine.kv_tokens or config.engine.max_running * longest)
+    assert hardware.accelerator is not None
+    shape = shape_of(config)
+    return Roofline(hardware.accelerator, shape, config.engine.tp, config.engine.kv_tokens or kv_tokens(config, shape))
+
+
+def kv_tokens(config: Config, shape: Shape) -> int:
+    """Tokens of KV cache that fit beside the weights on one engine's accelerators."""
+    hardware = hardware_of(config)
+    assert hardware.accelerator is not None
+    tp = config.engine.tp
+    free = hardware.accelerator.memory_bytes * hardware.memory_share * tp - shape.weight_bytes
+    tokens = int(free / (shape.kv_bytes_per_token * tp / min(tp, shape.kv_heads)))
+    wanted = config.workload.prompt_tokens + 1 if config.workload else 1
+    if tokens < wanted:
+        raise ConfigError(
+            f"engine.tp = {tp}: weights of {shape.weight_bytes / 1e9:.1f} GB leave no room for KV cache on"
+            f" {tp} x {hardware.accelerator.memory_bytes / 1e9:.0f} GB; wanted: a larger tp"
+        )
+    return tokens
+
+
+def trainer_costs(config: Config) -> TrainerCosts:
+    hardware = hardware_of(config)
+    if hardware.trainer is not None:
+        return MeasuredReplica(hardware.trainer)
+    accelerator = hardware.training_accelerator or hardware.accelerator
+    assert accelerator is not None
+    t = config.training
+    return RooflineReplica(accelerator, shape_of(config), t.tp, t.pp, t.cp, config.replicas)
+
+
+def publish_s(config: Config) -> float:
+    """A version's way to all engines: one broadcast, whatever their number."""
+    hardware = hardware_of(config)
+    if hardware.accelerator is None:
+        return hardware.publish_s
+    return hardware.publish_s + shape_of(config).weight_bytes / hardware.publish_bytes_per_s

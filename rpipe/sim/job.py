@@ -1,0 +1,394 @@
+"""Who performs what the coordinators command, on a virtual clock?
+
+The simulator's driver, beside rollout/driver.py and training/driver.py: the very RolloutCoordinator and TrainingCoordinator,
+events in, commands out, each to the log. Engines, trainer, rewards and channels are models; ids, counts and times are all
+there is. A command that this file does not know is an error of mypy.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Protocol
+
+from typing_extensions import assert_never
+
+from rpipe.config import Config
+from rpipe.control.rollout import BYTES_PER_TOKEN, BYTES_PER_TRAJECTORY, RolloutCoordinator
+from rpipe.control.settings import rollout_settings, training_settings
+from rpipe.control.training import TrainingCoordinator
+from rpipe.core import events as e
+from rpipe.core.types import GroupId, TrajectoryId
+from rpipe.sim.costs import engine_costs, hardware_of, publish_s, trainer_costs
+from rpipe.sim.engine import Request, SimulatedEngine
+from rpipe.sim.kernel import Host, Kernel
+from rpipe.sim.trainer import CoordinatorRank, Replica, Work
+from rpipe.sim.workload import GroupWork, Source, source_of
+
+
+class Log(Protocol):
+    """core.eventlog.EventLog, or a list in memory."""
+
+    def event(self, event: e.Event) -> None: ...
+
+    def command(self, t: float, command: e.Command) -> None: ...
+
+
+class SimulatedJob:
+    """`run` once. Raises ConfigError where the config cannot be simulated."""
+
+    def __init__(self, config: Config, rollout_log: Log, training_log: Log, source: Source | None = None) -> None:
+        self.config, self.hardware = config, hardware_of(config)
+        self.source = source or source_of(config)
+        self.kernel = Kernel()
+        shared = self.hardware.host
+        self.host = Host(self.kernel, shared.cores if shared else None)
+        self.rollout = RolloutSide(self, rollout_log)
+        self.training = TrainingSide(self, training_log)
+
+    def run(self, watch: Callable[[], None] | None = None) -> float:
+        """Returns the virtual seconds that the job took."""
+        self.training.start()
+        self.kernel.run(watch)
+        if not self.kernel.stopped:
+            raise RuntimeError(
+                f"the simulated job ran dry after {self.kernel.now:.3f} s: rollout waits for"
+                f" {self.rollout.coordinator.waiting_for()}; training for {self.training.coordinator.waiting_for()}"
+            )
+        return self.kernel.now
+
+    def to_training(self, then: Callable[[], None], taking_s: float = 0.0) -> None:
+        self.kernel.after(self.hardware.message_s, lambda: self.training.rank.receive(then, taking_s))
+
+    def to_rollout(self, then: Callable[[], None]) -> None:
+        self.kernel.after(self.hardware.message_s, then)
+
+
+class RolloutSide:
+    """Engines, rewards, prompts: what rollout/driver.py and rollout/worker.py do."""
+
+    def __init__(self, job: SimulatedJob, log: Log) -> None:
+        config, hardware, kernel = job.config, job.hardware, job.kernel
+        self.job, self.log, self.kernel = job, log, kernel
+        self.coordinator = RolloutCoordinator(rollout_settings(config))
+        costs, shared = engine_costs(config), hardware.host
+        self.engines = [
+            SimulatedEngine(
+                kernel,
+                job.host,
+                costs,
+                config.engine.max_running,
+                shared.engine_cores * config.engine.tp if shared else 1.0,
+                hardware.prefill_batch_tokens,
+                config.workload.speculation if config.workload else None,
+                hardware.slow_engines.get(index, 1.0),
+            )
+            for index in range(config.engines)
+        ]
+        self.work: dict[GroupId, GroupWork] = {}
+        self._requests: dict[TrajectoryId, Request] = {}
+        self._sent_t: dict[TrajectoryId, float] = {}
+        self._first_t: dict[TrajectoryId, float] = {}
+        self._reward_free_t = [0.0] * config.reward.workers  # heap
+        self._publish_s = publish_s(config)
+        self._deadline_armed = False
+
+    def on(self, event: e.RolloutEvent) -> None:
+        if self.coordinator.done:
+            return
+        self.log.event(event)
+        for command in self.coordinator.on(event):
+            self.log.command(event.t, command)
+            self._perform(command)
+        self._arm_deadline()
+
+    def _arm_deadline(self) -> None:
+        deadline_t = self.coordinator.next_deadline_t
+        if deadline_t is not None and not self._deadline_armed:
+            self._deadline_armed = True
+            self.kernel.at(deadline_t, self._deadline)
+
+    def _deadline(self) -> None:
+        self._deadline_armed = False
+        deadline_t = self.coordinator.next_deadline_t
+        if deadline_t is not None and deadline_t <= self.kernel.now:
+            self.on(e.DeadlinePassed(t=self.kernel.now))
+        else:
+            self._arm_deadline()
+
+    def _perform(self, command: e.RolloutCommand) -> None:
+        job, kernel = self.job, self.kernel
+        match command:
+            case e.SendTurn():
+                self._send_turn(command)
+            case e.ScoreTrajectory():
+                self._score(command.trajectory)
+            case e.SendGroup():
+                self._send_group(command)
+            case e.AbortTurn():
+                request, engine = self._requests[command.trajectory], self.engines[command.engine]
+                kernel.after(job.hardware.request_s, lambda: engine.abort(request))
+            case e.DropGroup(group=group, order=order, iteration=iteration):
+                job.to_training(
+                    lambda: job.training.on(e.GroupDropped(t=kernel.now, group=group, order=order, iteration=iteration))
+                )
+            case e.UpdateEngine(engine=index, version=version):
+                self._update(index, version)
+            case e.ConfirmWeights(version=version):
+                job.to_training(lambda: job.training.published(version))
+            case e.RequestRollout():
+                kernel.after(job.hardware.draw_s, lambda: self._draw(command))
+            case e.EndRollout():
+                job.to_training(lambda: job.training.on(_ended(kernel.now, command)))
+            case e.FinishRun():
+                job.kernel.stopped = job.training.coordinator.done
+            case e.ServingComplete() | e.EndEvaluation():
+                pass
+            case _:
+                assert_never(command)
+
+    def _draw(self, command: e.RequestRollout) -> None:
+        config, training = self.job.config, command.purpose == "train"
+        first = command.iteration * config.rollout.groups_per_iteration
+        samples = config.rollout.trajectories_per_group if training else 1
+        count = config.rollout.groups_per_iteration if training else config.evaluation.prompts
+        ids = [first + i for i in range(count)] if training else [-1 - i for i in range(count)]
+        self.work = {group: self.job.source.group(group, command.iteration, samples) for group in ids}
+        self.on(
+            e.RolloutRequested(
+                t=self.kernel.now,
+                iteration=command.iteration,
+                version=command.version,
+                purpose=command.purpose,
+                trajectories_per_group=samples,
+                groups=tuple(e.GroupSpec(group, self.work[group].prompt_tokens) for group in ids),
+            )
+        )
+
+    # ---- engines
+
+    def _send_turn(self, command: e.SendTurn) -> None:
+        work, trajectory = self.work[command.trajectory.group], command.trajectory
+        request = Request(
+            trajectory=trajectory,
+            prompt_tokens=work.prompt_tokens,
+            output_tokens=work.output_tokens[trajectory.sample],
+            limit_tokens=self.job.config.rollout.max_new_tokens,
+            priority=command.priority,
+            first=lambda r: self._first(r, command),
+            finish=lambda r, why: self._finish(r, why, command),
+        )
+        self._requests[trajectory] = request
+        self._sent_t[trajectory] = self.kernel.now
+        engine = self.engines[command.engine]
+        self.kernel.after(self.job.hardware.request_s, lambda: engine.submit(request))
+
+    def _first(self, request: Request, command: e.SendTurn) -> None:
+        def tell() -> None:
+            self._first_t[request.trajectory] = self.kernel.now
+            self.on(e.TurnStarted(t=self.kernel.now, trajectory=request.trajectory, engine=command.engine))
+
+        self.kernel.after(self.job.hardware.request_s, tell)
+
+    def _finish(self, request: Request, why: str, command: e.SendTurn) -> None:
+        def tell() -> None:
+            trajectory = request.trajectory
+            del self._requests[trajectory]
+            self.on(
+                e.TurnFinished(
+                    t=self.kernel.now,
+                    trajectory=trajectory,
+                    engine=command.engine,
+                    output_tokens=int(request.generated),
+                    cached_tokens=request.cached_tokens,
+                    finish=why,  # type: ignore[arg-type]
+                    started_t=self._sent_t.pop(trajectory),
+                    first_token_t=self._first_t.pop(trajectory, 0.0),
+                    version=command.version,
+                )
+            )
+
+        self.kernel.after(self.job.hardware.request_s, tell)
+
+    def _update(self, index: int, version: int) -> None:
+        started_t = self.kernel.now + self.job.hardware.message_s
+
+        def updated() -> None:
+            self.engines[index].flush()
+            self.on(e.EngineUpdated(t=self.kernel.now, engine=index, version=version, started_t=started_t))
+
+        self.kernel.at(started_t + self._publish_s, updated)
+
+    # ---- rewards and groups
+
+    def _score(self, trajectory: TrajectoryId) -> None:
+        started_t, work = self.kernel.now, self.work[trajectory.group]
+        seconds = work.reward_s[trajectory.sample]
+        ends_t = started_t
+        if seconds:
+            ends_t = max(heapq.heappop(self._reward_free_t), started_t) + seconds
+            heapq.heappush(self._reward_free_t, ends_t)
+        reward = work.rewards[trajectory.sample]
+        self.kernel.at(
+            ends_t + self.job.hardware.reward_s,
+            lambda: self.on(e.TrajectoryScored(t=self.kernel.now, trajectory=trajectory, reward=reward, started_t=started_t)),
+        )
+
+    def _send_group(self, command: e.SendGroup) -> None:
+        record = self.coordinator.groups[command.group]
+        tokens = tuple(record.prompt_tokens + t.output_tokens for t in record.trajectories)
+        nbytes = sum(tokens) * BYTES_PER_TOKEN + len(tokens) * BYTES_PER_TRAJECTORY
+        hardware, training = self.job.hardware, self.job.training
+
+        def arrived() -> None:
+            training.on(
+                e.GroupArrived(
+                    t=self.kernel.now,
+                    group=command.group,
+                    order=command.order,
+                    iteration=command.iteration,
+                    version=command.version,
+                    tokens=tokens,
+                    nbytes=nbytes,
+                )
+            )
+            self.job.to_rollout(lambda: self.on(e.GroupReceived(t=self.kernel.now, group=command.group)))
+
+        training.tokens[command.group] = (tokens, record.prompt_tokens)
+        self.job.to_training(arrived, hardware.group_s + nbytes / hardware.channel_bytes_per_s)
+
+
+class TrainingSide:
+    """The training ranks: what training/driver.py and training/worker.py do."""
+
+    def __init__(self, job: SimulatedJob, log: Log) -> None:
+        config, shared = job.config, job.hardware.host
+        self.job, self.log, self.kernel = job, log, job.kernel
+        self.coordinator = TrainingCoordinator(training_settings(config))
+        self.costs = trainer_costs(config)
+        ranks = config.cluster.training_ranks
+        cores = shared.trainer_cores if shared else 1.0
+        self._all_cores = cores * ranks
+        one = cores * ranks / config.replicas
+        self.rank = CoordinatorRank(self.kernel, job.host, one)
+        self.others = [Replica(self.kernel, job.host, one) for _ in range(1, config.replicas)]
+        self.tokens: dict[GroupId, tuple[tuple[int, ...], int]] = {}  # of a group's trajectories, and of its prompt
+        self._publish_s = publish_s(config)
+        self._publishing_t = 0.0
+
+    def start(self) -> None:
+        replicas = self.job.config.replicas
+        self.rank.receive(lambda: self.on(e.TrainerReady(t=self.kernel.now, iteration=0, version=0, replicas=replicas)))
+
+    def on(self, event: e.TrainingEvent) -> None:
+        if self.coordinator.done:
+            return
+        self.log.event(event)
+        for command in self.coordinator.on(event):
+            self.log.command(event.t, command)
+            self._perform(command)
+
+    def published(self, version: int) -> None:
+        nbytes = 0
+        self.on(e.WeightsPublished(t=self.kernel.now, version=version, started_t=self._publishing_t, nbytes=nbytes))
+
+    def _perform(self, command: e.TrainingCommand) -> None:
+        job, kernel = self.job, self.kernel
+        match command:
+            case e.TrainMicroBatch():
+                self._train(command)
+            case e.FinishStep():
+                self.rank.queue(Work(self.costs.step_s(), lambda began: self._step_done(command, began), self._all_cores))
+            case e.PublishWeights(version=version):
+                seconds = self._publish_s + 2 * job.hardware.message_s
+                self.rank.queue(Work(seconds, lambda began: None, self._all_cores, lambda: self._offer(version)))
+            case e.SaveCheckpoint(iteration=iteration):
+                seconds = job.hardware.checkpoint_s
+                self.rank.queue(Work(seconds, lambda began: self._saved(iteration, began), self._all_cores))
+            case e.StopTraining(reason=reason):
+                if reason:
+                    job.to_rollout(lambda: job.rollout.on(e.StopRequested(t=kernel.now, reason=reason)))
+                kernel.stopped = job.rollout.coordinator.done
+            case e.BeginStep():
+                pass
+            case _:
+                assert_never(command)
+
+    def _offer(self, version: int) -> None:
+        self._publishing_t = self.kernel.now
+        self.job.to_rollout(lambda: self.job.rollout.on(e.WeightsOffered(t=self.kernel.now, version=version)))
+
+    def _train(self, command: e.TrainMicroBatch) -> None:
+        lengths = [self.tokens[s.group][0][sample] for s in command.slices for sample in s.samples]
+        seconds = self.costs.micro_batch_s(lengths)
+
+        def done(began: float) -> e.MicroBatchDone:
+            return e.MicroBatchDone(
+                t=self.kernel.now,
+                replica=command.replica,
+                micro_batch=command.micro_batch,
+                started_t=began,
+                ended_t=self.kernel.now,
+                trajectories=len(lengths),
+                tokens=command.tokens,
+            )
+
+        if command.replica == 0:
+            self.rank.queue(Work(seconds, lambda began: self.on(done(began))))
+            return
+        worker = self.others[command.replica - 1]
+
+        def answer(began: float) -> None:
+            event = done(began)
+            self.job.to_training(lambda: self.on(_late(event, self.kernel.now)))
+
+        self.kernel.after(self.job.hardware.message_s, lambda: worker.give(Work(seconds, answer)))
+
+    def _step_done(self, command: e.FinishStep, began: float) -> None:
+        trained = 0
+        for group in command.groups:
+            tokens, prompt = self.tokens.pop(group)
+            trained += sum(tokens) - prompt * len(tokens)
+        self.on(
+            e.StepDone(
+                t=self.kernel.now,
+                step=command.step,
+                started_t=began,
+                skipped=False,
+                loss=None,
+                grad_norm=None,
+                learning_rate=self.job.config.training.optimizer.learning_rate,
+                entropy=None,
+                clip_fraction=None,
+                kl=None,
+                logprob_gap_mean=None,
+                logprob_gap_max=None,
+                trained_tokens=trained,
+            )
+        )
+
+    def _saved(self, iteration: int, began: float) -> None:
+        self.on(e.CheckpointSaved(t=self.kernel.now, iteration=iteration, started_t=began, path=""))
+
+
+def _ended(t: float, command: e.EndRollout) -> e.RolloutEnded:
+    return e.RolloutEnded(
+        t=t,
+        iteration=command.iteration,
+        version=command.version,
+        groups_sent=command.groups_sent,
+        groups_dropped=command.groups_dropped,
+    )
+
+
+def _late(event: e.MicroBatchDone, t: float) -> e.MicroBatchDone:
+    """Seen by the coordinator at `t`."""
+    return e.MicroBatchDone(
+        t=t,
+        replica=event.replica,
+        micro_batch=event.micro_batch,
+        started_t=event.started_t,
+        ended_t=event.ended_t,
+        trajectories=event.trajectories,
+        tokens=event.tokens,
+    )

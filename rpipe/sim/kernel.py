@@ -1,0 +1,125 @@
+"""What happens next, and when? An event heap with a virtual clock.
+
+What is due at the same time happens in the order in which it was asked for, so that two simulations of one seed are the same.
+`Host` shares cores among those who compute on them: work is given in seconds of a free machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+
+Action = Callable[[], None]
+
+
+class Timer:
+    """Something due; `cancel` takes it back."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Action | None) -> None:
+        self.action = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+class Kernel:
+    """`run` until nothing is due, or somebody sets `stopped`. O(log n) an action."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.actions = 0
+        self.stopped = False
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._asked = 0
+
+    def at(self, t: float, action: Action) -> Timer:
+        """Do it at `t`, or now if `t` is past."""
+        timer = Timer(action)
+        self._asked += 1
+        heapq.heappush(self._heap, (max(t, self.now), self._asked, timer))
+        return timer
+
+    def after(self, seconds: float, action: Action) -> Timer:
+        return self.at(self.now + seconds, action)
+
+    def run(self, watch: Callable[[], None] | None = None, every: int = 10_000) -> None:
+        """`watch` is called once in `every` actions."""
+        heap = self._heap
+        while heap and not self.stopped:
+            t, _, timer = heapq.heappop(heap)
+            if timer.action is None:
+                continue
+            self.now = t
+            self.actions += 1
+            timer.action()
+            if watch is not None and self.actions % every == 0:
+                watch()
+
+
+class Job:
+    """Work on a host; `work_s` in all, in seconds of a free machine."""
+
+    __slots__ = ("cores", "done", "done_s", "since_t", "timer", "work_s")
+
+    def __init__(self, work_s: float, cores: float, done: Action, now: float) -> None:
+        self.work_s, self.cores, self.done = work_s, cores, done
+        self.done_s, self.since_t = 0.0, now
+        self.timer = Timer(None)
+
+
+class Host:
+    """Everyone at full speed while the cores suffice (`cores` None: always), else all at the same share of it.
+
+    O(1) a job without a limit, O(jobs) with one.
+    """
+
+    def __init__(self, kernel: Kernel, cores: float | None = None) -> None:
+        self.kernel, self.cores = kernel, cores
+        self._jobs: dict[Job, None] = {}
+        self._speed = 1.0
+
+    def start(self, work_s: float, cores: float, done: Action) -> Job:
+        """`done` is called when the work is done."""
+        job = Job(work_s, cores, done, self.kernel.now)
+        if self.cores is not None:
+            self._jobs[job] = None
+            self._share()
+        self._arm(job)
+        return job
+
+    def worked_s(self, job: Job) -> float:
+        """How much of its work is done by now."""
+        return job.done_s + (self.kernel.now - job.since_t) * self._speed
+
+    def change(self, job: Job, work_s: float) -> None:
+        """It now is `work_s` in all; what is done stays done."""
+        self._settle(job)
+        job.work_s = work_s
+        self._arm(job)
+
+    def _settle(self, job: Job) -> None:
+        job.done_s = self.worked_s(job)
+        job.since_t = self.kernel.now
+
+    def _arm(self, job: Job) -> None:
+        job.timer.cancel()
+        job.timer = self.kernel.after(max(job.work_s - job.done_s, 0.0) / self._speed, lambda: self._end(job))
+
+    def _end(self, job: Job) -> None:
+        if self.cores is not None:
+            del self._jobs[job]
+            self._share()
+        job.done()
+
+    def _share(self) -> None:
+        assert self.cores is not None
+        speed = min(1.0, self.cores / max(sum(job.cores for job in self._jobs), 1e-9))
+        if speed == self._speed:
+            return
+        for job in self._jobs:
+            self._settle(job)
+        self._speed = speed
+        for job in self._jobs:
+            self._arm(job)
