@@ -76,6 +76,8 @@ class Hardware(Section):
     trainer: MeasuredTrainer | None = None
     host: Host | None = None
     slow_engines: dict[int, Positive] = Field(default_factory=dict)  # engine: how many times as long its work takes
+    lost_engines: dict[int, NotNegative] = Field(default_factory=dict)  # engine: when it dies, once, s since the job began
+    engine_start_s: NotNegative = 60.0  # until an engine that was lost stands again
     memory_share: Fraction = 0.88  # of an engine's accelerator, for weights and KV cache
     prefill_batch_tokens: Count = 8192
     message_s: NotNegative = 0.001  # of one message between processes

@@ -100,6 +100,22 @@ class SimulatedEngine:
         else:
             self._cut(request)
 
+    def lose(self) -> list[Request]:
+        """It dies: what ran or waited, with what it had generated; none of it ends here."""
+        if self._job is not None:
+            self.host.cancel(self._job)
+            self._job = None
+        ran = list(self._running)
+        for request in ran:
+            request.generated = self._leave(request)
+        lost = [*ran, *self._prefilling, *(request for _, _, request in sorted(self._waiting, key=lambda w: w[:2]))]
+        lost = [request for request in lost if not request.ended]
+        self._prefilling, self._waiting, self._ends, self._aborts = [], [], [], []
+        self.cache = PrefixCache(self.costs.kv_tokens)
+        for request in lost:
+            request.ended = True
+        return lost
+
     def flush(self) -> None:
         self.cache.clear()
 

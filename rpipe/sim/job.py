@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from typing_extensions import assert_never
@@ -64,6 +65,16 @@ class SimulatedJob:
         self.kernel.after(self.hardware.message_s, then)
 
 
+@dataclass(slots=True)
+class Turn:
+    """One request from being sent to being answered."""
+
+    request: Request
+    command: e.SendTurn
+    sent_t: float
+    first_t: float = 0.0
+
+
 class RolloutSide:
     """Engines, rewards, prompts: what rollout/driver.py and rollout/worker.py do."""
 
@@ -86,12 +97,13 @@ class RolloutSide:
             for index in range(config.engines)
         ]
         self.work: dict[GroupId, GroupWork] = {}
-        self._requests: dict[TrajectoryId, Request] = {}
-        self._sent_t: dict[TrajectoryId, float] = {}
-        self._first_t: dict[TrajectoryId, float] = {}
+        self._turns: dict[TrajectoryId, Turn] = {}
+        self._lives = [0] * config.engines  # how often each engine was lost
         self._reward_free_t = [0.0] * config.reward.workers  # heap
         self._publish_s = publish_s(config)
         self._deadline_armed = False
+        for index, t in sorted(hardware.lost_engines.items()):
+            kernel.at(t, lambda index=index: self._lose(index))  # type: ignore[misc]
 
     def on(self, event: e.RolloutEvent) -> None:
         if self.coordinator.done:
@@ -126,8 +138,8 @@ class RolloutSide:
             case e.SendGroup():
                 self._send_group(command)
             case e.AbortTurn():
-                request, engine = self._requests[command.trajectory], self.engines[command.engine]
-                kernel.after(job.hardware.request_s, lambda: engine.abort(request))
+                turn, engine = self._turns[command.trajectory], self.engines[command.engine]
+                kernel.after(job.hardware.request_s, lambda: engine.abort(turn.request))
             case e.DropGroup(group=group, order=order, iteration=iteration):
                 job.to_training(
                     lambda: job.training.on(e.GroupDropped(t=kernel.now, group=group, order=order, iteration=iteration))
@@ -142,6 +154,10 @@ class RolloutSide:
                 job.to_training(lambda: job.training.on(_ended(kernel.now, command)))
             case e.FinishRun():
                 job.kernel.stopped = job.training.coordinator.done
+            case e.RestartEngine(engine=index, version=version):
+                self._restart(index, version)
+            case e.GiveUp(reason=reason):
+                raise RuntimeError(f"the simulated job gave up: {reason}")
             case e.ServingComplete() | e.EndEvaluation():
                 pass
             case _:
@@ -175,45 +191,78 @@ class RolloutSide:
             output_tokens=work.output_tokens[trajectory.sample],
             limit_tokens=self.job.config.rollout.max_new_tokens,
             priority=command.priority,
-            first=lambda r: self._first(r, command),
-            finish=lambda r, why: self._finish(r, why, command),
+            generated=float(command.prefix_tokens),
+            first=lambda r: self._first(r.trajectory),
+            finish=lambda r, why: self._finish(r.trajectory, why),
         )
-        self._requests[trajectory] = request
-        self._sent_t[trajectory] = self.kernel.now
-        engine = self.engines[command.engine]
-        self.kernel.after(self.job.hardware.request_s, lambda: engine.submit(request))
+        turn = self._turns[trajectory] = Turn(request, command, self.kernel.now)
+        self._later(turn, lambda: self.engines[command.engine].submit(request))
 
-    def _first(self, request: Request, command: e.SendTurn) -> None:
+    def _later(self, turn: Turn, then: Callable[[], None]) -> None:
+        """On the way to or from the engine; what was on its way to a lost one is gone."""
+
+        def arrive() -> None:
+            if self._turns.get(turn.command.trajectory) is turn:
+                then()
+
+        self.kernel.after(self.job.hardware.request_s, arrive)
+
+    def _first(self, trajectory: TrajectoryId) -> None:
+        turn = self._turns[trajectory]
+
         def tell() -> None:
-            self._first_t[request.trajectory] = self.kernel.now
-            self.on(e.TurnStarted(t=self.kernel.now, trajectory=request.trajectory, engine=command.engine))
+            turn.first_t = self.kernel.now
+            self.on(e.TurnStarted(t=self.kernel.now, trajectory=trajectory, engine=turn.command.engine))
 
-        self.kernel.after(self.job.hardware.request_s, tell)
+        self._later(turn, tell)
 
-    def _finish(self, request: Request, why: str, command: e.SendTurn) -> None:
+    def _finish(self, trajectory: TrajectoryId, why: str) -> None:
+        turn = self._turns[trajectory]
+
         def tell() -> None:
-            trajectory = request.trajectory
-            del self._requests[trajectory]
+            del self._turns[trajectory]
             self.on(
                 e.TurnFinished(
                     t=self.kernel.now,
                     trajectory=trajectory,
-                    engine=command.engine,
-                    output_tokens=int(request.generated),
-                    cached_tokens=request.cached_tokens,
+                    engine=turn.command.engine,
+                    output_tokens=int(turn.request.generated),
+                    cached_tokens=turn.request.cached_tokens,
                     finish=why,  # type: ignore[arg-type]
-                    started_t=self._sent_t.pop(trajectory),
-                    first_token_t=self._first_t.pop(trajectory, 0.0),
-                    version=command.version,
+                    started_t=turn.sent_t,
+                    first_token_t=turn.first_t,
+                    version=turn.command.version,
                 )
             )
 
-        self.kernel.after(self.job.hardware.request_s, tell)
+        self._later(turn, tell)
+
+    def _lose(self, index: int) -> None:
+        self.engines[index].lose()
+        self._lives[index] += 1
+        lost = [turn for turn in self._turns.values() if turn.command.engine == index]
+        prefixes = []
+        for turn in lost:
+            del self._turns[turn.command.trajectory]
+            made = int(turn.request.generated) - turn.command.prefix_tokens
+            prefixes.append(e.Prefix(turn.command.trajectory, max(made, 0)))
+        self.on(e.EngineLost(t=self.kernel.now, engine=index, reason="hardware.lost_engines", prefixes=tuple(prefixes)))
+
+    def _restart(self, index: int, version: int) -> None:
+        began = self.kernel.now
+        self.kernel.after(
+            self.job.hardware.engine_start_s,
+            lambda: self.on(e.EngineRestarted(t=self.kernel.now, engine=index, version=version, started_t=began)),
+        )
 
     def _update(self, index: int, version: int) -> None:
         started_t = self.kernel.now + self.job.hardware.message_s
 
+        life = self._lives[index]
+
         def updated() -> None:
+            if self._lives[index] != life:
+                return
             self.engines[index].flush()
             self.on(e.EngineUpdated(t=self.kernel.now, engine=index, version=version, started_t=started_t))
 

@@ -93,6 +93,13 @@ class Host:
         """How much of its work is done by now."""
         return job.done_s + (self.kernel.now - job.since_t) * self._speed
 
+    def cancel(self, job: Job) -> None:
+        """It will never be done."""
+        job.timer.cancel()
+        if self.cores is not None:
+            del self._jobs[job]
+            self._share()
+
     def change(self, job: Job, work_s: float) -> None:
         """It now is `work_s` in all; what is done stays done."""
         self._settle(job)

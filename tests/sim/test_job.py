@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from rpipe.control.rollout import RolloutCoordinator
 from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
 from rpipe.core.eventlog import steps
-from rpipe.sim.run import simulate
+from rpipe.sim.job import SimulatedJob
+from rpipe.sim.run import Memory, simulate
 from tests.sim.simulated import WORKLOAD, config, logs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +25,8 @@ MODES = [
     ("fifo", {"training": {"packing": "global"}}),
     ("filtered, evaluated", {"rollout": {"filter": "zero_variance"}, "evaluation": {"every_iterations": 1}}),
     ("cut by deadlines", {"rollout": {"trajectory_deadline_s": 0.2}}),
-    ("short of KV cache", {"engine": {"kv_tokens": 260}}),
+    ("short of KV cache", {"engine": {"kv_tokens": 300}, "workload": {"median_tokens": 95, "sigma": 0.2}}),
+    ("engines lost", {"hardware": {"lost_engines": {0: 0.4, 1: 0.9}, "engine_start_s": 0.7}}),
 ]
 
 
@@ -38,6 +41,7 @@ def test_a_replay_of_a_simulated_log_gives_the_same_commands(sections, tmp_path)
     settings = changed(sections)
     result = simulate(settings, tmp_path / "run")
     assert len(result.iterations) == 2
+    assert all(row["trajectories"] == 48 for row in result.iterations)
     again = configs.load(tmp_path / "run" / "config.yaml")
     assert again == settings
     for path, coordinator in zip(
@@ -46,6 +50,18 @@ def test_a_replay_of_a_simulated_log_gives_the_same_commands(sections, tmp_path)
         for number, (event, commands) in enumerate(steps(path)):
             assert coordinator.on(event) == commands, f"{path.name}, event {number}: {event}"
         assert coordinator.done
+
+
+def test_deadlines_full_caches_and_lost_engines_do_happen_there():
+    def kinds(name):
+        log = Memory()
+        SimulatedJob(changed(dict(MODES)[name]), log, Memory()).run()
+        return Counter(type(body).__name__ for _, _, body in log.kept)
+
+    assert kinds("cut by deadlines")["AbortTurn"] > 5
+    assert kinds("engines lost")["EngineRestarted"] == 2
+    assert simulate(changed(dict(MODES)["short of KV cache"])).retractions > 0
+    assert kinds("filtered, evaluated")["DropGroup"] > 0
 
 
 def test_two_simulations_of_one_seed_give_the_same_log_and_of_another_seed_another(tmp_path):
