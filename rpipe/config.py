@@ -38,7 +38,8 @@ class Cluster(Section):
     accelerator: Literal["cpu", "cuda", "npu"] = "cpu"
     rollout_ranks: Count = 1
     training_ranks: Count = 1
-    interface: str | None = None  # network interface of sockets, gloo, NCCL; default: loopback on one host
+    devices_per_node: Count | None = None  # ranks a node takes; default: what Slurm says, on cpu as few as fit
+    interface: str | None = None  # of sockets, gloo, NCCL, HCCL: eth0, or 10.1.0.0/16 where names differ; default: found
     threads_per_rank: Count = 1
 
 
@@ -211,6 +212,7 @@ class Limits(Section):
     collective_s: Seconds = 600.0
     heartbeat_s: Seconds = 10.0
     stop_s: Seconds = 20.0  # for a stop at a safe point; then the job is ended as it is
+    notice_s: Seconds | None = None  # a batch system's, before its time limit; a job that needs longer to stop says so
 
 
 class Config(Section):

@@ -28,6 +28,7 @@ from pathlib import Path
 from rpipe import config as configuration
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
+from rpipe.runtime import allocation, network
 from rpipe.runtime import world as worlds
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.processes import terminate_with_parent
@@ -48,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
         config = configuration.load(run_dir.config)
         world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s)
         rank = world.rank
+        network.settle(network.choose(config.cluster.interface, world.host, world.hosts))
+        allocation.check(run_dir.seats, world.hosts)
         return run(config, world, run_dir)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         fail(run_dir, rank, error)

@@ -17,7 +17,8 @@ from rpipe import config as configs
 from rpipe.config import Config, ConfigError
 from rpipe.data.entry import DataError
 from rpipe.data.jsonl import jsonl_entries
-from rpipe.runtime import environment, mpirun
+from rpipe.runtime import allocation, environment, mpirun
+from rpipe.runtime.allocation import Plan
 from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
 from rpipe.runtime.rundir import RunDir
@@ -35,8 +36,9 @@ def train(config_path: str, overrides: Sequence[str], report: Report | None = No
         config = configs.load(config_path, tuple(overrides))
         _look_at_data(config)
         starter = mpirun.find()
+        plan = allocation.plan(config, allocation.components()) if starter.kind == "srun" else None
         with claim(config) as (run, resolved):
-            return _attempt(resolved, starter, run, report, module)
+            return _attempt(resolved, starter, plan, run, report, module)
     except (ConfigError, DataError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -52,12 +54,17 @@ def _look_at_data(config: Config) -> None:
                 pass
 
 
-def _attempt(config: Config, starter: mpirun.Starter, run: RunDir, report: Report | None, module: str) -> int:
+def _attempt(
+    config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir, report: Report | None, module: str
+) -> int:
     environment.write(run.path / "environment.json", run.attempt_path / "environment.json")
     _say(f"run dir: {run.path}" + (f" (attempt {run.attempt})" if run.attempt > 1 else ""))
     _say(config.arithmetic())
+    if plan is not None:
+        plan.write(run.seats)
+        _say(plan.table())
     began = time.monotonic()
-    outcome = _job(config, starter, run, module)
+    outcome = _job(config, starter, plan, run, module)
     log = run.attempt_path / "job.log"
     if outcome.code == 1:
         _complain(f"run ended: {outcome.cause}; see {log}")
@@ -69,13 +76,16 @@ def _attempt(config: Config, starter: mpirun.Starter, run: RunDir, report: Repor
     return outcome.code
 
 
-def _job(config: Config, starter: mpirun.Starter, run: RunDir, module: str) -> Outcome:
+def _job(config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir, module: str) -> Outcome:
     rollout, training = config.cluster.rollout_ranks, config.cluster.training_ranks
     program = [sys.executable, "-u", "-m", "mpi4py", "-m", module, str(run.path), "--attempt", str(run.attempt)]
+    command = starter.command(rollout + training, program)
+    if plan is not None:
+        command = [*starter.srun, *plan.srun_words(program)]
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     return supervise(
-        starter.command(rollout + training, program),
-        mpirun.job_environment(config.cluster, starter, uuid.uuid4().hex, columns),
+        command,
+        mpirun.job_environment(config.cluster, uuid.uuid4().hex, columns),
         run.attempt_path / "job.log",
         config.limits.stop_s,
         role=lambda rank: "rollout" if rank < rollout else "training",

@@ -17,6 +17,13 @@ from typing import Literal
 
 from rpipe.config import Cluster
 
+# srun would read them as options of its own; every step says its tasks itself
+_BATCH_ONLY = (
+    "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION", "SLURM_HOSTFILE", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE", "SLURM_CPU_BIND_LIST",
+    "SLURM_CPU_BIND_VERBOSE",
+)  # fmt: skip
+
 
 class LaunchError(RuntimeError):
     """One line for the person who started the job."""
@@ -26,14 +33,18 @@ class LaunchError(RuntimeError):
 class Starter:
     kind: Literal["mpirun", "srun"]
     path: str
-    one_host: bool
+
+    @property
+    def srun(self) -> list[str]:
+        """srun as every step of ours is started."""
+        # kill-on-bad-exit: else a rank that dies leaves the others hanging until walltime.
+        # cpu-bind=none: a rank and its engine would share one pinned core.
+        return [self.path, "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none"]
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """The argument vector that starts `ranks` copies of `program`."""
         if self.kind == "srun":
-            # kill-on-bad-exit: else a rank that dies leaves the others hanging until walltime.
-            # cpu-bind=none: a rank and its engine would share one pinned core.
-            return [self.path, "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none", f"--ntasks={ranks}", *program]
+            return [*self.srun, f"--ntasks={ranks}", *program]
         return [self.path, "-n", str(ranks), "--oversubscribe", "--bind-to", "none", *program]
 
 
@@ -43,12 +54,12 @@ def find(env: Mapping[str, str] = os.environ) -> Starter:
     if "SLURM_JOB_ID" in env and srun:
         if not any(name.startswith("pmix") for name in slurm_mpi(srun)):
             raise LaunchError(f"{srun} --mpi=list has no pmix; wanted: Slurm's PMIx plug-in (without it every rank is alone)")
-        return Starter("srun", srun, one_host=env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", "1")) == "1")
+        return Starter("srun", srun)
     own = Path(sys.executable).parent / "mpirun"
     path = str(own) if own.exists() else shutil.which("mpirun", path=env.get("PATH"))
     if path is None:
         raise LaunchError("no mpirun found beside this Python or on PATH; run ./launch.sh setup, or load the site's Open MPI")
-    return Starter("mpirun", path, one_host=True)
+    return Starter("mpirun", path)
 
 
 def slurm_mpi(srun: str) -> list[str]:
@@ -72,7 +83,7 @@ def mpi_environment() -> dict[str, str]:
     }
 
 
-def job_environment(cluster: Cluster, starter: Starter, job: str, columns: int | None) -> dict[str, str]:
+def job_environment(cluster: Cluster, job: str, columns: int | None) -> dict[str, str]:
     """The whole environment of a job's ranks. `columns`: the terminal's width, None where output is no terminal."""
     env = dict(os.environ)
     env.update(mpi_environment())
@@ -86,12 +97,9 @@ def job_environment(cluster: Cluster, starter: Starter, job: str, columns: int |
     if cluster.accelerator == "cpu":
         env["TORCHDYNAMO_DISABLE"] = "1"  # no compiler is asked of a CPU machine
         env["CUDA_VISIBLE_DEVICES"] = env["ASCEND_RT_VISIBLE_DEVICES"] = ""  # a GPU that is there must not be half used
-    interface = cluster.interface or ("lo" if starter.one_host else None)
-    if interface:
-        env["GLOO_SOCKET_IFNAME"] = interface
-    if cluster.interface:
-        env["NCCL_SOCKET_IFNAME"] = env["HCCL_SOCKET_IFNAME"] = cluster.interface
-    for name in ("RPIPE_TERMINAL", "COLUMNS"):
+    if cluster.interface:  # gloo, NCCL and HCCL are told by each rank (network.settle): names differ from host to host
+        env["OMPI_MCA_btl_tcp_if_include"] = cluster.interface
+    for name in ("RPIPE_TERMINAL", "COLUMNS", *_BATCH_ONLY):
         env.pop(name, None)
     if columns is not None:  # the starter's pipes hide the terminal from the ranks
         env.update(RPIPE_TERMINAL="1", COLUMNS=str(columns))

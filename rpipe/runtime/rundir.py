@@ -38,6 +38,11 @@ class RunDir:
         return self.attempt_path / "logs"
 
     @property
+    def seats(self) -> Path:
+        """Which rank was to sit where; inside a Slurm allocation only."""
+        return self.attempt_path / "seats.json"
+
+    @property
     def model(self) -> Path:
         return self.path / "model"
 

@@ -21,6 +21,8 @@ import mpi4py
 mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI  # noqa: E402  (the thread level must be asked for first)
 
+from rpipe.runtime import network  # noqa: E402
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
@@ -79,26 +81,8 @@ class World:
         return self.rollout_ranks
 
     def address(self, interface: str | None) -> str:
-        """Where others reach this rank: loopback on one host, else the chosen interface, else the host's own address."""
-        if interface is None and len(set(self.hosts)) == 1:
-            return "127.0.0.1"
-        if interface is None:
-            found_address = socket.gethostbyname(self.host)
-            if found_address.startswith("127."):  # Debian's /etc/hosts: other nodes would dial themselves
-                raise WorldError(
-                    f"{self.host} resolves to {found_address} on itself; name the network: cluster.interface = eth0, say"
-                )
-            return found_address
-        import psutil
-
-        found = psutil.net_if_addrs().get(interface, [])
-        address = next((a.address for a in found if a.family == socket.AF_INET), None)
-        if address is None:
-            raise WorldError(
-                f"cluster.interface = {interface}: no such interface with an IPv4 address on {self.host};"
-                f" it has: {', '.join(sorted(psutil.net_if_addrs()))}"
-            )
-        return address
+        """Where others reach this rank. Raises NetworkError."""
+        return network.choose(interface, self.host, self.hosts).address
 
 
 def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:

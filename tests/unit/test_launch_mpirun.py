@@ -21,7 +21,7 @@ def program(folder: Path, name: str, says: str) -> Path:
 def test_inside_an_allocation_srun_with_pmix_starts_the_ranks(tmp_path: Path) -> None:
     srun = program(tmp_path, "srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n\\tpmix\\n'")
     starter = mpirun.find({"PATH": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2"})
-    assert starter == Starter("srun", str(srun), one_host=False)
+    assert starter == Starter("srun", str(srun))
     assert starter.command(4, ["python", "x"]) == [
         str(srun), "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none", "--ntasks=4", "python", "x",
     ]  # fmt: skip
@@ -52,17 +52,18 @@ def test_this_environments_own_mpirun_comes_before_paths(tmp_path: Path, monkeyp
         mpirun.find({"PATH": str(site.parent)})
 
 
-def test_one_host_talks_over_loopback_and_several_over_what_is_named() -> None:
-    one, two = Starter("mpirun", "mpirun", True), Starter("srun", "srun", False)
-    assert mpirun.job_environment(Cluster(), one, "j", None)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert mpirun.job_environment(Cluster(interface="ib0"), two, "j", None)["GLOO_SOCKET_IFNAME"] == "ib0"
+def test_srun_is_not_told_twice_how_many_tasks_a_node_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    env = mpirun.job_environment(Cluster(interface="10.1.0.0/16"), "j", None)
+    assert "SLURM_NTASKS_PER_NODE" not in env and env["SLURM_JOB_ID"] == "7"
+    assert env["OMPI_MCA_btl_tcp_if_include"] == "10.1.0.0/16"
 
 
 def test_the_environment_marks_the_job_and_says_whether_there_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RPIPE_TERMINAL", "1")
-    starter = Starter("mpirun", "mpirun", True)
-    env = mpirun.job_environment(Cluster(threads_per_rank=3), starter, "j", None)
+    env = mpirun.job_environment(Cluster(threads_per_rank=3), "j", None)
     assert (env["RPIPE_JOB"], env["OMP_NUM_THREADS"], env["TORCHDYNAMO_DISABLE"]) == ("j", "3", "1")
     assert "RPIPE_TERMINAL" not in env
-    shown = mpirun.job_environment(Cluster(accelerator="cuda"), starter, "j", 99)
+    shown = mpirun.job_environment(Cluster(accelerator="cuda"), "j", 99)
     assert (shown["RPIPE_TERMINAL"], shown["COLUMNS"]) == ("1", "99")
