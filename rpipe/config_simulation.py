@@ -144,3 +144,4 @@ class ModelShape(Section):
     active_parameters: Count | None = None  # mixture of experts: a token's; default: all
     experts: Count = 1
     experts_per_token: Count = 1
+    vocabulary: Annotated[int, Field(ge=0)] = 0  # rows of the embedding, for estimates of memory; 0: left out of them

@@ -25,6 +25,21 @@ class Shape:
     experts: int
     experts_per_token: int
     bytes_per_value: int
+    vocabulary: int = 0  # rows of the embedding; 0: nothing says it
+
+    @property
+    def dense_parameters(self) -> float:
+        """All but the experts; what every token meets."""
+        if self.experts == 1:
+            return self.parameters
+        share = self.experts_per_token / self.experts
+        return (self.active_parameters - share * self.parameters) / (1 - share)
+
+    @property
+    def active_layer_parameters(self) -> float:
+        """Of one layer, those that one token meets; embedding and output layer apart."""
+        ends = min(2 * self.vocabulary * self.hidden_size, self.active_parameters / 2)
+        return (self.active_parameters - ends) / self.layers
 
     @property
     def weight_bytes(self) -> int:
@@ -39,7 +54,7 @@ class Shape:
         if self.experts == 1:
             return self.weight_bytes
         share = self.experts_per_token / self.experts
-        dense = (self.active_parameters - share * self.parameters) / (1 - share)
+        dense = self.dense_parameters
         touched = 1 - math.pow(1 - share, tokens)
         return (dense + (self.parameters - dense) * touched) * self.bytes_per_value
 
@@ -51,7 +66,7 @@ def shape_of(config: Config) -> Shape:
         s = model.shape
         active = s.active_parameters or s.parameters
         return Shape(
-            s.parameters, active, s.layers, s.hidden_size, s.kv_heads, s.head_dim, s.experts, s.experts_per_token, value
+            s.parameters, active, s.layers, s.hidden_size, s.kv_heads, s.head_dim, s.experts, s.experts_per_token, value, s.vocabulary
         )
     if model.make is not None:
         m = model.make
@@ -65,7 +80,7 @@ def _dense(
 ) -> Shape:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     parameters = layers * (attention + 3 * hidden * intermediate + 2 * hidden) + words * hidden * (1 if tied else 2)
-    return Shape(parameters, parameters, layers, hidden, kv_heads, head_dim, 1, 1, value)
+    return Shape(parameters, parameters, layers, hidden, kv_heads, head_dim, 1, 1, value, words)
 
 
 def _read(path: Path, value: int) -> Shape:
