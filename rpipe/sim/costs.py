@@ -6,7 +6,8 @@ Measured figures go before data sheets. By data sheet:
                   + batch x overhead
     prefill       max(weights read / bandwidth, 2 x parameters x tokens / FLOPs) + collectives
     micro-batch   overhead + (6 x parameters x tokens + 6 x layers x hidden x sum of squared lengths) / FLOPs + collectives,
-                  over the tp x cp ranks of each of pp stages; (pp - 1) of pp stages idle in a micro-batch alone
+                  over the tp x cp x ep ranks of each of pp stages; (pp - 1) of pp stages idle in a micro-batch alone;
+                  a third more where activations are recomputed
     step          overhead + gradients reduced between replicas (ring) + optimizer state through memory
 
 A tensor-parallel layer is two collectives forward, and two more backward.
@@ -115,24 +116,53 @@ class RooflineReplica:
     pp: int
     cp: int
     replicas: int
+    ep: int = 1
+    recompute: bool = False  # a layer's forward again in its backward
 
     def micro_batch_s(self, lengths: list[int]) -> float:
-        a, s, tokens = self.accelerator, self.shape, sum(lengths)
+        a, s, tokens, again = self.accelerator, self.shape, sum(lengths), 1 if self.recompute else 0
         flops = 6 * s.active_parameters * tokens + 6 * s.layers * s.hidden_size * sum(n * n for n in lengths)
-        compute_s = flops / (self.tp * self.cp * a.flops * a.training_efficiency)
+        flops *= (3 + again) / 3
+        compute_s = flops / (self.tp * self.cp * self.ep * a.flops * a.training_efficiency)
         # A micro-batch alone passes the stages one after another: (pp - 1) of pp stages wait at any time.
         return (
             a.micro_batch_overhead_s
             + compute_s
-            + 4 * s.layers * collective_s(a, self.tp, tokens / self.cp * s.hidden_size * s.bytes_per_value)
+            + (4 + 2 * again)
+            * s.layers
+            * collective_s(a, self.tp, tokens / self.cp / self.ep * s.hidden_size * s.bytes_per_value)
+            + (3 + again) * s.layers * self._ring_s(tokens)
+            + (4 + 2 * again) * s.layers * self._all_to_all_s(tokens)
         )
 
+    def _ring_s(self, tokens: float) -> float:
+        """Context parallelism: the others' keys and values come by, of one layer, forward (backward takes twice as long)."""
+        s, others = self.shape, self.cp - 1
+        nbytes = others * tokens / self.cp * 2 * s.kv_heads * s.head_dim * s.bytes_per_value / min(self.tp, s.kv_heads)
+        return others * self.accelerator.link_latency_s + nbytes / self._bytes_per_s(self.tp * self.cp)
+
+    def _all_to_all_s(self, tokens: float) -> float:
+        """Expert parallelism: each token to its experts, or back, in one layer."""
+        if self.ep == 1:
+            return 0.0
+        s = self.shape
+        nbytes = tokens / self.ep * s.experts_per_token * s.hidden_size * s.bytes_per_value * (self.ep - 1) / self.ep
+        return self.accelerator.link_latency_s + nbytes / self._bytes_per_s(self.tp * self.cp * self.ep)
+
+    def _bytes_per_s(self, ranks: int) -> float:
+        """Of neighbours in so many consecutive ranks."""
+        a = self.accelerator
+        return a.link_bytes_per_s if ranks <= a.accelerators_per_node else a.network_bytes_per_s
+
     def step_s(self) -> float:
-        a, parameters = self.accelerator, self.shape.parameters / (self.tp * self.pp)
-        ring = 2 * (self.replicas - 1) / self.replicas
-        in_node = self.tp * self.pp * self.cp * self.replicas <= a.accelerators_per_node
-        reduce_s = ring * 4 * parameters / (a.link_bytes_per_s if in_node else a.network_bytes_per_s)
-        state_s = 2 * OPTIMIZER_BYTES * parameters / self.replicas / (a.memory_bytes_per_s * a.memory_efficiency)
+        a, s = self.accelerator, self.shape
+        dense = s.dense_parameters / (self.tp * self.pp)  # on each rank; all replicas hold them
+        experts = (s.parameters - s.dense_parameters) / (self.tp * self.pp * self.ep)
+        peers = self.replicas * self.ep  # data-parallel ranks; of one expert: the replicas
+        reduced = 2 * (peers - 1) / peers * dense + 2 * (self.replicas - 1) / self.replicas * experts
+        reduce_s = 4 * reduced / self._bytes_per_s(self.tp * self.pp * self.cp * peers)
+        stepped = dense / peers + experts / self.replicas
+        state_s = 2 * OPTIMIZER_BYTES * stepped / (a.memory_bytes_per_s * a.memory_efficiency)
         return a.step_overhead_s + reduce_s + state_s
 
 
@@ -184,7 +214,8 @@ def trainer_costs(config: Config) -> TrainerCosts:
     accelerator = hardware.training_accelerator or hardware.accelerator
     assert accelerator is not None
     t = config.training
-    return RooflineReplica(accelerator, shape_of(config), t.tp, t.pp, t.cp, config.replicas)
+    ep, recompute = getattr(t, "ep", 1), getattr(t, "recompute", "none") == "full"
+    return RooflineReplica(accelerator, shape_of(config), t.tp, t.pp, t.cp, config.replicas, ep, recompute)
 
 
 def publish_s(config: Config) -> float:

@@ -66,7 +66,16 @@ def shape_of(config: Config) -> Shape:
         s = model.shape
         active = s.active_parameters or s.parameters
         return Shape(
-            s.parameters, active, s.layers, s.hidden_size, s.kv_heads, s.head_dim, s.experts, s.experts_per_token, value, s.vocabulary
+            s.parameters,
+            active,
+            s.layers,
+            s.hidden_size,
+            s.kv_heads,
+            s.head_dim,
+            s.experts,
+            s.experts_per_token,
+            value,
+            s.vocabulary,
         )
     if model.make is not None:
         m = model.make
