@@ -122,8 +122,7 @@ class RooflineReplica:
     def micro_batch_s(self, lengths: list[int]) -> float:
         a, s, tokens, again = self.accelerator, self.shape, sum(lengths), 1 if self.recompute else 0
         flops = 6 * s.active_parameters * tokens + 6 * s.layers * s.hidden_size * sum(n * n for n in lengths)
-        flops *= (3 + again) / 3
-        compute_s = flops / (self.tp * self.cp * self.ep * a.flops * a.training_efficiency)
+        compute_s = (3 + again) / 3 * flops / (self.tp * self.cp * self.ep * a.flops * a.training_efficiency)
         # A micro-batch alone passes the stages one after another: (pp - 1) of pp stages wait at any time.
         return (
             a.micro_batch_overhead_s

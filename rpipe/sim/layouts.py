@@ -164,7 +164,7 @@ def _widths(config: Config) -> list[int | None]:
         return [None]
     groups = config.rollout.groups_per_iteration
     steps = {n for k in range(groups.bit_length()) for n in (1 << k, 3 << k >> 1) if n <= groups}
-    return sorted(steps | {groups})
+    return [*sorted(steps | {groups})]
 
 
 def _node(config: Config) -> int:
