@@ -10,7 +10,7 @@
     end               a quiet barrier; runtime/launch.py writes report.json from the event log
 
 The loop itself is in control/: two state machines without IO, events in, commands out. A role returns why it ended:
-"" normally, worlds.STOPPED when asked to stop, else what went wrong.
+"" normally, STOPPED when asked to stop, else what went wrong.
 
 One iteration: weights of version v on all engines -> R groups sampled under v -> trained in S steps -> version v + 1.
 """
@@ -31,8 +31,8 @@ from rpipe.core.eventlog import EventLog
 from rpipe.runtime import allocation, network
 from rpipe.runtime import world as worlds
 from rpipe.runtime.mailbox import Mailbox
-from rpipe.runtime.processes import terminate_with_parent
 from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.stop import STOPPED, listen
 from rpipe.runtime.supervise import STOPPED_FILE
 from rpipe.runtime.world import World
 
@@ -42,12 +42,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--attempt", type=int, required=True)
     arguments = parser.parse_args(argv)
-    terminate_with_parent()
+    stop = listen()
     run_dir = RunDir(arguments.run_dir.resolve(), arguments.attempt)
     rank = -1
     try:
         config = configuration.load(run_dir.config)
-        world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s)
+        world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s, stop)
         rank = world.rank
         network.settle(network.choose(config.cluster.interface, world.host, world.hosts))
         allocation.check(run_dir.seats, world.hosts)
@@ -74,9 +74,9 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
         log.note(world.clock(), "JobEnded", reason=reason)
     worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end", mailbox)
     reason = next(filter(None, world.comm.allgather(reason)), "")
-    if reason == worlds.STOPPED and world.rank == 0:
+    if reason == STOPPED and world.rank == 0:
         (run_dir.attempt_path / STOPPED_FILE).touch()
-    elif reason and reason != worlds.STOPPED:
+    elif reason and reason != STOPPED:
         raise RuntimeError(reason)
     return 0
 

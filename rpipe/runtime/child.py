@@ -5,6 +5,8 @@ which MPI, PMI and torch recognise a rank, and the kernel kills it when its pare
 is armed by this very file, run as a script that then becomes the program: code between fork and exec would run in a copy of
 a process full of MPI and torch threads.
 
+TERM is blocked in the child: a batch system sends it to every process of a step, and the rank decides when its engine ends.
+
 The kernel counts the *thread* that spawned as the parent: spawn from one that lives as long as the child should.
 """
 
@@ -62,10 +64,10 @@ def _running_in(group: int, stat: Path) -> bool:
 
 
 def end(process: subprocess.Popen[bytes], polite_s: float, kill_s: float = 5.0) -> bool:
-    """TERM, up to `polite_s` for it to go, then KILL its whole group. Blocks. False where something survived even that."""
+    """INT, up to `polite_s` for it to go, then KILL its whole group. Blocks. False where something survived even that."""
     if process.poll() is None and polite_s > 0:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(polite_s)
     deadline = time.monotonic() + kill_s
@@ -81,6 +83,7 @@ def end(process: subprocess.Popen[bytes], polite_s: float, kill_s: float = 5.0) 
 
 
 def _become(parent: int, command: Sequence[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by the program and by all it starts
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it went before the signal was armed

@@ -139,8 +139,13 @@ def _same_run(run: RunDir, config: Config) -> None:
 
 
 def _fresh(name: str) -> Path:
-    """runs/NAME-TIMESTAMP, made; two starts within a second get different ones."""
-    base = (Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    """runs/NAME-JOB inside a Slurm job, where a requeued one finds its own again; else runs/NAME-TIMESTAMP. Made: two starts
+    within a second, or in one job, get different ones."""
+    label = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    label = f"{label}_{os.environ['SLURM_ARRAY_TASK_ID']}" if label else _slurm()[0]
+    base = (Path("runs") / f"{name}-{label or time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    if label and _slurm()[1] and base.is_dir():
+        return base
     for number in range(1, 100):
         path = base if number == 1 else base.with_name(f"{base.name}-{number}")
         try:

@@ -25,7 +25,12 @@ def become_subreaper() -> None:
 
 def terminate_with_parent() -> None:
     """Between fork and exec: SIGTERM to the child when the thread that made it ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    end_with_parent(signal.SIGTERM)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """This process gets the signal when the thread that made it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def descendants(root: int) -> set[int]:

@@ -170,7 +170,7 @@ def supervise(command: Sequence[str], env: Mapping[str, str], log: Path, stop_s:
         return Outcome(_STOP_CODES[requests.stop], f"stopped by {_STOP_NAMES[requests.stop]}")
     if code == 0 and first_failure(log.parent) is None:
         if (log.parent / STOPPED_FILE).exists():
-            return Outcome(STOPPED_CODE, "stopped at a safe point (USR2); started again in the same run.dir, it goes on")
+            return Outcome(STOPPED_CODE, "stopped at a safe point; started again in the same run.dir, it goes on")
         return Outcome(0, "")
     return Outcome(1, explain(streams.tail.decode(errors="replace"), log.parent, code, role))
 

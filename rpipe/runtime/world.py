@@ -7,13 +7,11 @@ thread owns MPI. All times in the job are seconds on rank 0's clock: every rank 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import mpi4py
@@ -22,6 +20,7 @@ mpi4py.rc.thread_level = "serialized"
 from mpi4py import MPI  # noqa: E402  (the thread level must be asked for first)
 
 from rpipe.runtime import network  # noqa: E402
+from rpipe.runtime.stop import Stop  # noqa: E402
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 Role = Literal["rollout", "training"]
 PINGS = 8
-STOPPED = "stop requested"  # why a run ended that was asked to
 
 
 class WorldError(RuntimeError):
@@ -57,7 +55,12 @@ class World:
     clock: Clock
     host: str
     hosts: tuple[str, ...]  # of every rank
-    stop_reason: str = ""  # set by SIGUSR2
+    stop: Stop
+
+    @property
+    def stop_reason(self) -> str:
+        """Empty, or why to stop at the next safe point."""
+        return self.stop.reason
 
     @property
     def rank(self) -> int:
@@ -85,7 +88,7 @@ class World:
         return network.choose(interface, self.host, self.hosts).address
 
 
-def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:
+def join(rollout_ranks: int, training_ranks: int, start_s: float, stop: Stop) -> World:
     """Split the world and set the clocks. Collective. Raises WorldError where sizes differ."""
     if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
         raise WorldError(f"this MPI gives thread level {MPI.Query_thread()}, wanted {MPI.THREAD_SERIALIZED} (serialized)")
@@ -108,10 +111,10 @@ def join(rollout_ranks: int, training_ranks: int, start_s: float) -> World:
         clock=clock,
         host=host,
         hosts=tuple(comm.allgather(host)),
+        stop=stop,
     )
     if found.role_size != (rollout_ranks if role == "rollout" else training_ranks):
         raise WorldError(f"the {role} communicator has {found.role_size} ranks")
-    signal.signal(signal.SIGUSR2, lambda number, frame: _ask_to_stop(found, number, frame))
     return found
 
 
@@ -122,10 +125,6 @@ def end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _ask_to_stop(world: World, number: int, frame: FrameType | None) -> None:
-    world.stop_reason = STOPPED
 
 
 def quiet_barrier(comm: Any, limit_s: float, what: str, mailbox: Mailbox | None = None) -> None:

@@ -60,6 +60,7 @@ from rpipe.runtime.messages import (
     TrainerState,
     Work,
 )
+from rpipe.training.notice import Notice
 from rpipe.training.worker import POLL_S, Outcome, TrainingWorker, done_event
 
 ROLLOUT = 0  # the rollout coordinator: its rank in the world and in the channel group
@@ -85,6 +86,7 @@ class TrainingDriver:
         self._last_t = 0.0
         self._last_state: tuple[float, bool, str, int] = (0.0, False, "", 0)
         self._stop_seen = False
+        self._notice = Notice(config.limits.notice_s)
 
     def run(self, iteration: int, cursor: int) -> str:
         """From the first publish to StopTraining; returns its reason. Raises OffPolicy, ChannelError, TimeoutError."""
@@ -144,6 +146,7 @@ class TrainingDriver:
                 )
             case Confirmed():
                 started_t, nbytes = self._publishing
+                self._notice.published(now)
                 self._inbox.append(WeightsPublished(t=now, version=message.version, started_t=started_t, nbytes=nbytes))
 
     def _receive_group(self, header: GroupHeader) -> GroupArrived:
@@ -220,6 +223,9 @@ class TrainingDriver:
             case PublishWeights():
                 self._publishing = (outcome.started_t, outcome.nbytes)
             case SaveCheckpoint(iteration=iteration):
+                told = self._notice.saved(outcome.started_t, outcome.ended_t)
+                if told:
+                    print(told, flush=True)
                 self._inbox.append(
                     CheckpointSaved(t=outcome.ended_t, iteration=iteration, started_t=outcome.started_t, path=outcome.path)
                 )

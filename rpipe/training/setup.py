@@ -21,7 +21,8 @@ from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, Stop, TensorEntry, TrainerState
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, serve_store, side_group
-from rpipe.runtime.world import STOPPED, World, quiet_barrier, role_world
+from rpipe.runtime.stop import STOPPED
+from rpipe.runtime.world import World, quiet_barrier, role_world
 from rpipe.training.driver import ROLLOUT, TrainingDriver
 from rpipe.training.trainer import cut
 from rpipe.training.worker import POLL_S, TrainingWorker

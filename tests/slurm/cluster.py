@@ -36,6 +36,7 @@ CONTROLLER = "ctl"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY", "PREEMPTED")
 NETWORK = "10.77.0"
 START_S = 60.0
+GRACE_S = 120  # from a preempted job's SIGTERM to its end
 FAKE_GPU_MAJOR = 195  # NVIDIA's, without a driver here: Slurm wants character devices, nobody can open these
 
 
@@ -337,6 +338,9 @@ InactiveLimit=0
 MinJobAge=3600
 OverTimeLimit=0
 EnforcePartLimits=ALL
+# a job in "urgent" takes the hosts of one in "all", after the grace time
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,requeue_delay=1
 # hosts that are never woken: 'sbatch --test-only -p paper' tells whether a full-size job would be scheduled
 SuspendProgram=/bin/true
@@ -345,7 +349,8 @@ SuspendTime=86400
 SuspendExcNodes=n[1-{c.hosts}]
 NodeName=DEFAULT CPUs={c.cpus} RealMemory={c.memory_mb} Gres=gpu:{c.gpus} State=UNKNOWN
 {nodes}
-PartitionName=all Nodes=n[1-{c.hosts}] Default=YES MaxTime=INFINITE State=UP
+PartitionName=all Nodes=n[1-{c.hosts}] Default=YES MaxTime=INFINITE GraceTime={GRACE_S} State=UP
+PartitionName=urgent Nodes=n[1-{c.hosts}] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 NodeName=p[1-{c.paper_hosts}] NodeAddr=127.0.0.1 CPUs=128 RealMemory=1000000 Gres=gpu:8 State=CLOUD
 PartitionName=paper Nodes=p[1-{c.paper_hosts}] MaxTime=2-0 State=UP
 """
