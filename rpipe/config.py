@@ -7,6 +7,7 @@ and the key. Keys say their unit.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -123,7 +124,9 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
     trajectory_deadline_s: Seconds = 600.0  # from its first tokens; then it is cut and scored as it is
-    filter: Literal["none", "zero_variance"] = "none"  # zero_variance drops groups whose rewards are all equal
+    filter: str = "none"  # none | zero_variance (drops groups whose rewards are all equal) | package.module:function
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0  # draw this times R at once; the first R kept, as submitted, train
+    refill_groups: Annotated[int, Field(ge=0)] = 0  # that an iteration may draw later, in place of dropped ones
 
 
 class Engine(Section):
@@ -141,12 +144,9 @@ class Engine(Section):
 
 
 class Admission(Section):
-    policy: Literal["fifo", "frontier"] = "frontier"
-    frontier_groups: Count = 2  # F_w
-    backfill: Literal["none", "kv_budget"] = "none"
-    backfill_tokens: Annotated[int, Field(ge=0)] = (
-        0  # kv_budget: deferred groups enter while all in service may need at most this many KV tokens
-    )
+    policy: Literal["fifo", "frontier", "soft_frontier"] = "frontier"  # docs/policies.md
+    frontier_groups: Count | Literal["auto"] = "auto"  # F_w; auto: U, the groups of one step
+    budget_tokens: Count | None = None  # soft_frontier: KV tokens that may be in flight; default: what the engines hold
 
 
 class Placement(Section):
@@ -246,6 +246,27 @@ class Config(Section):
     def groups_per_step(self) -> int:
         """U"""
         return self.training.trajectories_per_step // self.rollout.trajectories_per_group
+
+    @property
+    def frontier_groups(self) -> int:
+        """F_w"""
+        width = self.admission.frontier_groups
+        return self.groups_per_step if width == "auto" else width
+
+    @property
+    def over_sampling_groups(self) -> int:
+        """Drawn with the R that are wanted."""
+        r = self.rollout.groups_per_iteration
+        return math.ceil(r * self.rollout.over_sampling - 1e-9) - r
+
+    @property
+    def most_groups(self) -> int:
+        """That one iteration may draw; group ids of an iteration start at its number times this."""
+        return self.rollout.groups_per_iteration + self.over_sampling_groups + self.rollout.refill_groups
+
+    @property
+    def filter_function(self) -> str:
+        return self.rollout.filter if ":" in self.rollout.filter else ""
 
     @property
     def steps_per_iteration(self) -> int:

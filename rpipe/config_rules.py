@@ -70,10 +70,13 @@ def _not_built(c: Config) -> list[str]:
 def _without_effect(c: Config) -> list[str]:
     """What would be accepted and do nothing, or something else than it says."""
     found: list[str] = []
-    if c.admission.backfill == "kv_budget" and not c.admission.backfill_tokens:
-        found.append("admission.backfill = kv_budget wants admission.backfill_tokens above 0")
-    if c.admission.backfill == "none" and c.admission.backfill_tokens:
-        found.append("admission.backfill_tokens wants admission.backfill = kv_budget")
+    if c.admission.budget_tokens is not None and c.admission.policy != "soft_frontier":
+        found.append("admission.budget_tokens wants admission.policy = soft_frontier")
+    if c.rollout.filter not in ("none", "zero_variance") and not c.filter_function:
+        found.append(f"rollout.filter = {c.rollout.filter!r}; wanted: none, zero_variance or package.module:function")
+    for key in ("over_sampling", "refill_groups"):
+        if c.rollout.filter == "none" and getattr(c.rollout, key) != type(c.rollout).model_fields[key].default:
+            found.append(f"rollout.{key} = {getattr(c.rollout, key)} wants rollout.filter: without one no group is dropped")
     if c.rollout.top_k == 0 or c.rollout.top_k < -1:
         found.append(f"rollout.top_k = {c.rollout.top_k}; wanted: -1 (all) or at least 1")
     if c.limits.message_s < 2 * c.limits.heartbeat_s:

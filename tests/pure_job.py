@@ -6,7 +6,7 @@ micro-batches. Everything else (turns, rewards, receipts) is delivered in the or
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,7 +44,9 @@ class PureJob:
     choose: Callable[[int], int]  # n -> 0 .. n-1
     reward: Callable[[TrajectoryId], float] = lambda t: float(t.sample % 2)
     lose: Callable[[int], int | None] = lambda step: None  # an engine to be lost before this event
+    busy_s: float = 1.0  # of one step
     length: Callable[[TrajectoryId], int] = lambda t: 5 + (7 * t.group + 3 * t.sample) % 30
+    keeps: Callable[[int], bool] = lambda group: True  # the filter function, where one is set
     rollout_history: list[tuple[e.RolloutEvent, list[e.RolloutCommand]]] = field(default_factory=list)
     training_history: list[tuple[e.TrainingEvent, list[e.TrainingCommand]]] = field(default_factory=list)
 
@@ -52,6 +54,8 @@ class PureJob:
         self.rollout = RolloutCoordinator(self.rollout_settings)
         self.training = TrainingCoordinator(self.training_settings)
         self._now = 0.0
+        self._next_group = 0
+        self.drawn: Counter[int] = Counter()  # iteration -> groups
         self._to_rollout: deque[e.RolloutEvent] = deque()
         self._to_training: deque[e.TrainingEvent] = deque()
         self._replicas: list[deque[e.TrainingEvent]] = [deque() for _ in range(self.training_settings.replicas)]
@@ -113,10 +117,11 @@ class PureJob:
             case e.ConfirmWeights():
                 self._to_training.append(e.WeightsPublished(t=t, version=c.version, started_t=t, nbytes=1))
             case e.RequestRollout():
-                first, count, samples = (
-                    (c.iteration * self.groups, self.groups, self.samples) if c.purpose == "train" else (-3, 3, 1)
-                )
-                specs = tuple(self.kept.get(first + i, e.GroupSpec(first + i, 4)) for i in range(count))
+                self._next_group = c.iteration * self.most_groups
+                if c.purpose == "train":
+                    specs, samples = self._specs(self.groups + self.rollout_settings.over_sampling_groups), self.samples
+                else:
+                    specs, samples = tuple(e.GroupSpec(group, 4) for group in (-3, -2, -1)), 1
                 self._to_rollout.append(
                     e.RolloutRequested(
                         t=t,
@@ -127,15 +132,18 @@ class PureJob:
                         groups=specs,
                     )
                 )
+            case e.RequestGroups():
+                self._to_rollout.append(e.GroupsDrawn(t=t, iteration=c.iteration, groups=self._specs(c.count)))
+            case e.FilterGroup():
+                self._loose.append(e.GroupFiltered(t=t, group=c.group, keep=self.keeps(c.group), started_t=t))
             case e.SendTurn():
                 self._turns[c.trajectory] = c
                 self._loose.append(e.TurnStarted(t=t, trajectory=c.trajectory, engine=c.engine))
             case e.RestartEngine():
                 self._loose.append(e.EngineRestarted(t=t, engine=c.engine, version=c.version, started_t=t))
             case e.AbortTurn():
-                index = next(
-                    i for i, x in enumerate(self._loose) if isinstance(x, e.TurnFinished) and x.trajectory == c.trajectory
-                )
+                turns = (e.TurnStarted, e.TurnFinished)
+                index = next(i for i, x in enumerate(self._loose) if isinstance(x, turns) and x.trajectory == c.trajectory)
                 del self._loose[index]
                 turn = e.SendTurn(trajectory=c.trajectory, engine=c.engine, priority=0, version=self.rollout.version)
                 self._loose.append(self.finished(turn, "abort"))
@@ -166,6 +174,16 @@ class PureJob:
             case _:
                 pass
 
+    @property
+    def most_groups(self) -> int:
+        return self.groups + self.rollout_settings.over_sampling_groups + self.rollout_settings.refill_groups
+
+    def _specs(self, count: int) -> tuple[e.GroupSpec, ...]:
+        first = self._next_group
+        self._next_group += count
+        self.drawn[first // self.most_groups] += count
+        return tuple(self.kept.get(first + i, e.GroupSpec(first + i, 4)) for i in range(count))
+
     def finished(self, c: e.SendTurn, finish: Any) -> e.TurnFinished:
         return e.TurnFinished(
             t=self._now, trajectory=c.trajectory, engine=c.engine, output_tokens=self.length(c.trajectory), cached_tokens=0,
@@ -185,6 +203,8 @@ class PureJob:
                 self._replicas[c.replica].append(done)
             case e.FinishStep():
                 self._to_training.append(step_done(t, c.step))
+                trained = e.StepTrained(t=t, iteration=c.iteration, step=c.step, groups=len(c.groups), busy_s=self.busy_s)
+                self._to_rollout.append(trained)
             case e.SaveCheckpoint():
                 self._to_training.append(e.CheckpointSaved(t=t, iteration=c.iteration, started_t=t, path=""))
             case e.StopTraining() if c.reason:

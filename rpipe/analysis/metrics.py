@@ -125,6 +125,7 @@ class _Reader:
         self.evaluation_t: float | None = None
         self.handlers: dict[str, Callable[[Record], None]] = {
             "RolloutRequested": self._requested,
+            "GroupsDrawn": self._drawn,
             "TurnFinished": self._turn,
             "TrajectoryScored": self._scored,
             "SendGroup": self._group,
@@ -164,6 +165,9 @@ class _Reader:
             self.evaluation_t = r["t"]
             return
         self._at(r["iteration"]).requested_t = r["t"]
+        self._drawn(r)
+
+    def _drawn(self, r: Record) -> None:
         for group in r["groups"]:
             self.group_iteration[group["group"]] = r["iteration"]
             if group.get("rewards"):
@@ -192,11 +196,15 @@ class _Reader:
             at.truncated += cut
         at.trajectories += len(rewards)
         at.reward_sum += sum(rewards)
-        low, high = min(rewards, default=0.0), max(rewards, default=0.0)
-        at.reward_min, at.reward_max = min(at.reward_min, low), max(at.reward_max, high)
-        at.mixed_groups += low != high
+        if rewards:
+            low, high = min(rewards), max(rewards)
+            at.reward_min, at.reward_max = min(at.reward_min, low), max(at.reward_max, high)
+            at.mixed_groups += low != high
         at.groups_dropped += r["kind"] == "DropGroup"
         self.group_iteration.pop(r["group"], None)
+        if not rewards:  # not needed in the end: cut, and in no figure
+            for turn in [key for key in self.turns if key[0] == r["group"]]:
+                del self.turns[turn]
 
     def _rollout_ended(self, r: Record) -> None:
         at = self._at(r["iteration"])

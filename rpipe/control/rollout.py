@@ -3,8 +3,11 @@
     WeightsOffered       -> UpdateEngine on each         all updated -> RequestRollout (evaluation if due, else the iteration)
     RolloutRequested     -> SendTurn for admitted groups (admission policy), engine by placement policy
     TurnStarted          -> its deadline is set
-    TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier, admit again
-    TrajectoryScored     -> all K scored -> SendGroup | DropGroup; all R done -> EndRollout
+    TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier; admit again
+    TrajectoryScored     -> all K scored -> (FilterGroup -> GroupFiltered ->) SendGroup | DropGroup
+    DropGroup            -> RequestGroups -> GroupsDrawn, while fewer than R can still be kept (control/selection.py)
+    R sent               -> what is not needed any more is cut and dropped; EndRollout
+    StepTrained          -> admit again: a soft frontier follows the trainer (policy/admission.py)
     DeadlinePassed       -> AbortTurn for what ran too long; what it has is scored
     EngineLost           -> its trajectories: SendTurn elsewhere, from the prefix they had; RestartEngine
     EngineRestarted      -> it takes requests again, if its weights are the rollout's
@@ -16,10 +19,12 @@ and, later, in the simulator; replaying a log's events gives the same commands.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 
 from rpipe.control.engines import OUT_OF_SERVICE, Engines
+from rpipe.control.load import Meter
+from rpipe.control.selection import Selection
 from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
 from rpipe.core.events import (
     AbortTurn,
@@ -29,13 +34,18 @@ from rpipe.core.events import (
     EndEvaluation,
     EndRollout,
     EngineLost,
+    EngineReady,
     EngineRestarted,
     EngineUpdated,
+    FilterGroup,
     FinishRun,
     GiveUp,
+    GroupFiltered,
     GroupReceived,
+    GroupsDrawn,
     GroupSpec,
     Purpose,
+    RequestGroups,
     RequestRollout,
     RestartEngine,
     RolloutCommand,
@@ -45,6 +55,7 @@ from rpipe.core.events import (
     SendGroup,
     SendTurn,
     ServingComplete,
+    StepTrained,
     StopRequested,
     TrajectoryScored,
     TurnFinished,
@@ -53,7 +64,7 @@ from rpipe.core.events import (
     WeightsOffered,
 )
 from rpipe.core.types import GroupId, TrajectoryId, Version
-from rpipe.policy.admission import Admission, RolloutLoad
+from rpipe.policy.admission import Admission
 from rpipe.policy.advantage import Advantage, shuffled, zero_variance
 from rpipe.policy.placement import Loads, Placement
 
@@ -78,7 +89,11 @@ class RolloutSettings:
     placement: Placement
     advantage: Advantage
     engine_restarts: int = 3  # of one engine, without a publish in between
+    slots_per_engine: int = 32  # trajectories that one engine runs at once
     drop_zero_variance: bool = False
+    filter_function: str = ""  # named: groups are shown to it before they are sent
+    over_sampling_groups: int = 0  # drawn with the R that are wanted
+    refill_groups: int = 0  # that may be drawn later, in place of dropped ones
     shuffle_rewards: bool = False
     evaluate: bool = False
     evaluate_every_iterations: int = 0  # 0: before the first and after the last only
@@ -97,9 +112,8 @@ class RolloutCoordinator:
         self.in_flight = Loads([0] * settings.engines)  # trajectories on each engine
         self.engines = Engines(settings.engines)
         self._confirmed: Version = -1  # the newest that the trainer knows to be held
-        self._deferred: list[GroupRecord] = []  # reversed: the next is last
+        self._deferred: deque[GroupRecord] = deque()  # in submission order
         self._in_service: dict[GroupId, GroupRecord] = {}
-        self._reserved_tokens = 0  # what those in service may need at most
         self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
         self._interrupted: dict[TrajectoryId, TrajectoryRecord] = {}  # their engine was lost and they wait for another
         # Of those that started and were not cut, soonest first. Ordered: a dict's first item is O(what was removed before it).
@@ -108,6 +122,12 @@ class RolloutCoordinator:
         self._queued_bytes = 0  # their sum
         self._evaluated: Version = -1
         self._sent = self._dropped = 0
+        self._samples = 0  # K
+        self._selection = Selection(0)
+        self._order: list[GroupRecord] = []  # the same groups, by submission order
+        self._ending = False  # nothing more is needed
+        self._surplus = 0  # groups not needed of which something is awaited
+        self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
 
     def on(self, event: RolloutEvent) -> list[RolloutCommand]:
         if self.done:
@@ -119,11 +139,21 @@ class RolloutCoordinator:
                 return self._turn_started(event)
             case TrajectoryScored():
                 return self._scored(event)
+            case GroupFiltered():
+                return self._filtered(event)
             case GroupReceived():
                 self._queued_bytes -= self._unreceived_bytes.pop(event.group)
                 return self._admit()
+            case StepTrained():
+                self._meter.trained(event.groups, event.busy_s, event.iteration == self.iteration)
+                return self._admit()
             case RolloutRequested():
                 return self._requested(event)
+            case GroupsDrawn():
+                return self._drawn(event)
+            case EngineReady():
+                self._meter.engine_ready(event.engine, event.kv_tokens)
+                return []
             case WeightsOffered():
                 return self._offered(event)
             case EngineUpdated():
@@ -213,15 +243,32 @@ class RolloutCoordinator:
         assert not still, "a rollout was requested while another one runs"
         self.iteration, self.purpose = event.iteration, event.purpose
         self._sent = self._dropped = 0
-        self.groups = {
-            spec.group: GroupRecord(
-                spec.group, order, spec.prompt_tokens, [TrajectoryRecord() for _ in range(event.trajectories_per_group)]
-            )
-            for order, spec in enumerate(event.groups)
-        }
+        self._samples = event.trajectories_per_group
+        training = event.purpose == "train"
+        ahead, refill = (self.settings.over_sampling_groups, self.settings.refill_groups) if training else (0, 0)
+        self._selection = Selection(len(event.groups) - ahead, ahead, refill)
+        self._meter.requested(event.t, self._selection.wanted)
+        self.groups, self._order, self._ending = {}, [], False
+        self._take_in(event.groups)
         restored = [c for spec in event.groups if spec.rewards for c in self._restore(self.groups[spec.group], spec)]
-        self._deferred = [group for group in reversed(self.groups.values()) if group.state is GroupState.DEFERRED]
         return [*restored, *self._admit(), *(self._end_if_complete() if restored else [])]
+
+    def _take_in(self, specs: tuple[GroupSpec, ...]) -> list[GroupRecord]:
+        first = len(self._order)
+        for spec in specs:
+            trajectories = [TrajectoryRecord() for _ in range(self._samples)]
+            group = GroupRecord(spec.group, len(self._order), spec.prompt_tokens, trajectories)
+            self.groups[spec.group] = group
+            self._order.append(group)
+            if not spec.rewards:
+                self._deferred.append(group)
+        self._selection.drew(len(specs))
+        return self._order[first:]
+
+    def _drawn(self, event: GroupsDrawn) -> list[RolloutCommand]:
+        assert event.iteration == self.iteration, f"groups of iteration {event.iteration} in {self.iteration}"
+        new = self._take_in(event.groups)
+        return [*self._give_up(new), *self._end()] if self._ending else self._admit()
 
     def _restore(self, group: GroupRecord, spec: GroupSpec) -> list[RolloutCommand]:
         """An interrupted attempt had finished it, under these very weights: only what follows the rewards is done again."""
@@ -232,22 +279,17 @@ class RolloutCoordinator:
             record.output_tokens, record.reward = tokens, reward
         group.unfinished = group.unscored = 0
         group.become(GroupState.SERVED)
+        self._meter.restored()
         return self._materialize(group)
-
-    def _demand_tokens(self, group: GroupRecord) -> int:
-        return len(group.trajectories) * (group.prompt_tokens + self.settings.max_new_tokens)
 
     def _admit(self) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
         while self._deferred and self.engines.serving and self._queued_bytes <= self.settings.queue_bytes:
-            group = self._deferred[-1]
-            demand = self._demand_tokens(group)
-            if not self.settings.admission.admits(demand, RolloutLoad(len(self._in_service), self._reserved_tokens)):
+            if not self.settings.admission.admits(self._meter.load(len(self._in_service))):
                 break
-            self._deferred.pop()
+            group = self._deferred.popleft()
             group.become(GroupState.IN_SERVICE)
             self._in_service[group.group] = group
-            self._reserved_tokens += demand
             commands += self._send(group)
         return commands
 
@@ -264,6 +306,7 @@ class RolloutCoordinator:
         record = group.trajectory(index, TrajectoryState.RUNNING)
         record.engine = self.settings.placement.place(self.in_flight, sibling)
         self.in_flight[record.engine] += 1
+        self._meter.sent(group.prompt_tokens)
         trajectory = TrajectoryId(group.group, index)
         self._running[trajectory] = record
         return SendTurn(
@@ -287,65 +330,147 @@ class RolloutCoordinator:
         del self._running[trajectory]
         self._deadlines_t.pop(trajectory, None)
         self.in_flight[record.engine] -= 1
+        self._meter.finished(group.prompt_tokens)
         group.unfinished -= 1
+        if group.surplus:
+            return self._settle(group)
+        self._meter.responded(event.output_tokens)
+        group.awaited += 1
         commands: list[RolloutCommand] = [ScoreTrajectory(trajectory=trajectory)]
         if not group.unfinished:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]
-            self._reserved_tokens -= self._demand_tokens(group)
+            self._meter.served(event.t)
             commands.append(ServingComplete(group=group.group))
-            commands += self._admit()
-        return commands
+        return [*commands, *self._admit()]
+
+    # ---- from rewards to the trainer
 
     def _scored(self, event: TrajectoryScored) -> list[RolloutCommand]:
         group = self.groups[event.trajectory.group]
         group.trajectory(event.trajectory.sample, TrajectoryState.SCORED).reward = event.reward
         group.unscored -= 1
+        group.awaited -= 1
+        if group.surplus:
+            return self._settle(group)
         if group.unscored:
             return []
+        if self.purpose == "eval":
+            group.become(GroupState.SENT)
+            self._sent += 1
+            return self._end_evaluation_if_complete()
         return [*self._materialize(group), *self._end_if_complete()]
 
     def _materialize(self, group: GroupRecord) -> list[RolloutCommand]:
         """RolloutPipe, section 3.2: all finished, all scored -> filter, then advantages."""
-        rewards = group.rewards
-        if self.purpose == "eval":
-            group.become(GroupState.SENT)
-            self._sent += 1
-            return []
-        if self.settings.drop_zero_variance and zero_variance(rewards):
-            group.become(GroupState.DROPPED)
-            self._dropped += 1
-            return [
-                DropGroup(
-                    group=group.group, order=group.order, iteration=self.iteration, rewards=rewards, reason="zero variance"
-                )
-            ]
+        if self.settings.drop_zero_variance and zero_variance(group.rewards):
+            return self._drop(group, "zero variance")
+        if self.settings.filter_function:
+            group.awaited += 1
+            return [FilterGroup(group=group.group)]
+        return self._keep(group)
+
+    def _filtered(self, event: GroupFiltered) -> list[RolloutCommand]:
+        group = self.groups[event.group]
+        group.awaited -= 1
+        if group.surplus:
+            return self._settle(group)
+        kept = self._keep(group) if event.keep else self._drop(group, f"refused by {self.settings.filter_function}")
+        return [*kept, *self._end_if_complete()]
+
+    def _keep(self, group: GroupRecord) -> list[RolloutCommand]:
+        if self._selection.needs(group.order):
+            return [self._send_group(group)]
+        group.become(GroupState.HELD)
+        return []
+
+    def _drop(self, group: GroupRecord, reason: str) -> list[RolloutCommand]:
+        """What was held takes its place, else more is asked for."""
+        self._meter.dropped()
+        commands = self._let_go(group, group.rewards, reason)
+        chosen = (self._order[order] for order in self._selection.refuse(group.order))
+        commands += [self._send_group(g) for g in chosen if g.state is GroupState.HELD]
+        if count := self._selection.ask():
+            commands.append(RequestGroups(iteration=self.iteration, version=self.version, count=count))
+        return [*commands, *self._admit()]
+
+    def _let_go(self, group: GroupRecord, rewards: tuple[float, ...], reason: str) -> list[RolloutCommand]:
+        group.become(GroupState.DROPPED)
+        self._dropped += 1
+        return [
+            DropGroup(group=group.group, order=group.order, iteration=self.iteration, rewards=rewards, reason=reason),
+        ]
+
+    def _send_group(self, group: GroupRecord) -> SendGroup:
         group.become(GroupState.SENT)
         self._sent += 1
+        rewards = group.rewards
         nbytes = group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
         self._unreceived_bytes[group.group] = nbytes
         self._queued_bytes += nbytes
         credited = shuffled(rewards, group.group) if self.settings.shuffle_rewards else rewards
-        return [
-            SendGroup(
-                group=group.group,
-                order=group.order,
-                iteration=self.iteration,
-                version=self.version,
-                rewards=rewards,
-                advantages=self.settings.advantage(credited),
-            )
-        ]
+        return SendGroup(
+            group=group.group,
+            order=group.order,
+            iteration=self.iteration,
+            version=self.version,
+            rewards=rewards,
+            advantages=self.settings.advantage(credited),
+        )
+
+    # ---- the rollout's end
+
+    def _end_evaluation_if_complete(self) -> list[RolloutCommand]:
+        if self._sent < len(self.groups):
+            return []
+        rewards = [r for g in self.groups.values() for r in g.rewards]
+        end = EndEvaluation(
+            iteration=self.iteration, version=self.version, count=len(rewards), reward_mean=sum(rewards) / len(rewards)
+        )
+        return [end, *self._next_rollout()]
 
     def _end_if_complete(self) -> list[RolloutCommand]:
-        if self._sent + self._dropped < len(self.groups):
+        """R were sent, or all that could be: what else was drawn is cut and dropped, and when nothing of it is awaited any
+        more the rollout ends."""
+        if self._ending or self._sent < self._selection.selected or not self._selection.final:
             return []
-        if self.purpose == "eval":
-            rewards = [r for g in self.groups.values() for r in g.rewards]
-            end = EndEvaluation(
-                iteration=self.iteration, version=self.version, count=len(rewards), reward_mean=sum(rewards) / len(rewards)
-            )
-            return [end, *self._next_rollout()]
+        self._ending = True
+        left = [group for group in self._order[self._selection.end :] if group.state is not GroupState.DROPPED]
+        return [*self._give_up(left), *self._end()]
+
+    def _give_up(self, groups: list[GroupRecord]) -> list[RolloutCommand]:
+        commands: list[RolloutCommand] = []
+        for group in groups:
+            group.surplus = True
+            self._in_service.pop(group.group, None)
+            for index, record in enumerate(group.trajectories):
+                trajectory = TrajectoryId(group.group, index)
+                if record.state is TrajectoryState.RUNNING:
+                    self._deadlines_t.pop(trajectory, None)
+                    commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
+                elif self._interrupted.pop(trajectory, None):
+                    group.unfinished -= 1
+            self._surplus += 1
+            if group.state is GroupState.DEFERRED:
+                self._deferred.remove(group)
+                commands += self._drop_surplus(group)
+            elif not group.unfinished and not group.awaited:
+                commands += self._drop_surplus(group)
+        return commands
+
+    def _settle(self, group: GroupRecord) -> list[RolloutCommand]:
+        """Something of a group that is not needed any more came back."""
+        if group.unfinished or group.awaited:
+            return []
+        return [*self._drop_surplus(group), *self._end()]
+
+    def _drop_surplus(self, group: GroupRecord) -> list[RolloutCommand]:
+        self._surplus -= 1
+        return self._let_go(group, (), "surplus")
+
+    def _end(self) -> list[RolloutCommand]:
+        if self._surplus or self._selection.awaits_draw:
+            return []
         return [
             EndRollout(iteration=self.iteration, version=self.version, groups_sent=self._sent, groups_dropped=self._dropped)
         ]
@@ -354,6 +479,8 @@ class RolloutCoordinator:
 
     def _turn_started(self, event: TurnStarted) -> list[RolloutCommand]:
         record = self._running[event.trajectory]
+        if self.groups[event.trajectory.group].surplus:
+            return []
         allowed_s = self.settings.trajectory_deadline_s if record.remaining_s is None else record.remaining_s
         self._deadlines_t[event.trajectory] = event.t + allowed_s
         if record.remaining_s is not None:  # it goes on after a loss: its deadline is not the last one
@@ -375,7 +502,8 @@ class RolloutCoordinator:
         losses = self.engines.lose(event.engine)
         self.in_flight[event.engine] = OUT_OF_SERVICE
         made = {prefix.trajectory: prefix.output_tokens for prefix in event.prefixes}
-        for trajectory in [t for t, record in self._running.items() if record.engine == event.engine]:
+        lost = [t for t, record in self._running.items() if record.engine == event.engine]
+        for trajectory in lost:
             self._interrupt(trajectory, made.get(trajectory, 0), event.t)
         allowed = self.settings.engine_restarts
         if losses > allowed:
@@ -383,6 +511,11 @@ class RolloutCoordinator:
             again = f"; that was the {losses}th time in a row (engine.restarts = {allowed})" if allowed else ""
             return [GiveUp(reason=event.reason + again)]
         commands: list[RolloutCommand] = [RestartEngine(engine=event.engine, version=self.version)]
+        for trajectory in lost:
+            if (group := self.groups[trajectory.group]).surplus:
+                del self._interrupted[trajectory]
+                group.unfinished -= 1
+                commands += self._settle(group)
         return [*commands, *self._start_outdated(), *self._go_on()]
 
     def _interrupt(self, trajectory: TrajectoryId, made_tokens: int, t: float) -> None:
@@ -393,6 +526,7 @@ class RolloutCoordinator:
         if deadline_t is not None or record.cut:
             record.remaining_s = 0.0 if deadline_t is None else max(0.0, deadline_t - t)
         record.prefix_tokens += made_tokens
+        self._meter.finished(self.groups[trajectory.group].prompt_tokens)
         self._interrupted[trajectory] = record
 
     def _engine_restarted(self, event: EngineRestarted) -> list[RolloutCommand]:

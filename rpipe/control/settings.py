@@ -5,29 +5,44 @@ from __future__ import annotations
 from rpipe.config import Config
 from rpipe.control.rollout import RolloutSettings
 from rpipe.control.training import TrainingSettings
-from rpipe.policy.admission import Admission, Fifo, Frontier
+from rpipe.policy.admission import Admission, Fifo, Frontier, SoftFrontier
 from rpipe.policy.advantage import ADVANTAGES
 from rpipe.policy.placement import GroupAffine, LeastLoaded
 
 
 def rollout_settings(config: Config) -> RolloutSettings:
     """The policies that the config chose."""
-    backfill = config.admission.backfill_tokens if config.admission.backfill == "kv_budget" else 0
-    admission: Admission = Fifo() if config.admission.policy == "fifo" else Frontier(config.admission.frontier_groups, backfill)
     return RolloutSettings(
         engines=config.engines,
         iterations=config.run.iterations,
         max_new_tokens=config.rollout.max_new_tokens,
         trajectory_deadline_s=config.rollout.trajectory_deadline_s,
         queue_bytes=config.channel.queue_bytes,
-        admission=admission,
+        admission=_admission(config),
         placement=LeastLoaded() if config.placement.policy == "least_loaded" else GroupAffine(),
         advantage=ADVANTAGES[config.training.loss.advantage],
         engine_restarts=config.engine.restarts,
+        slots_per_engine=config.engine.max_running,
         drop_zero_variance=config.rollout.filter == "zero_variance",
+        filter_function=config.filter_function,
+        over_sampling_groups=config.over_sampling_groups,
+        refill_groups=config.rollout.refill_groups,
         shuffle_rewards=config.reward.shuffle,
         evaluate=config.evaluation.prompts > 0,
         evaluate_every_iterations=config.evaluation.every_iterations,
+    )
+
+
+def _admission(config: Config) -> Admission:
+    if config.admission.policy == "fifo":
+        return Fifo()
+    if config.admission.policy == "frontier":
+        return Frontier(config.frontier_groups)
+    return SoftFrontier(
+        config.frontier_groups,
+        config.rollout.trajectories_per_group,
+        config.groups_per_step,
+        config.admission.budget_tokens,
     )
 
 

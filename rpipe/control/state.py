@@ -1,10 +1,11 @@
 """Where is a trajectory, where is a group, and what may follow?
 
     trajectory   PENDING -> RUNNING -> GENERATED -> SCORED         (RUNNING <-> INTERRUPTED: its engine was lost)
-    group        DEFERRED -> IN_SERVICE -> SERVED -> SENT | DROPPED
+    group        DEFERRED -> IN_SERVICE -> SERVED -> [HELD ->] SENT, or DROPPED
 
-SERVED is RolloutPipe's serving-complete, SENT its trainable-complete. Every change goes through `move`, the one place
-where an illegal one is caught.
+SERVED is RolloutPipe's serving-complete, SENT its trainable-complete. HELD is kept by the filter and not selected yet
+(control/selection.py); what is not needed in the end is dropped from wherever it is. Every change goes through `move`, the
+one place where an illegal one is caught.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class GroupState(Enum):
     DEFERRED = "deferred"
     IN_SERVICE = "in service"
     SERVED = "served"
+    HELD = "held"
     SENT = "sent"
     DROPPED = "dropped"
 
@@ -38,9 +40,10 @@ _AFTER: dict[Enum, tuple[Enum, ...]] = {
     TrajectoryState.INTERRUPTED: (TrajectoryState.RUNNING,),
     TrajectoryState.GENERATED: (TrajectoryState.SCORED,),
     TrajectoryState.SCORED: (),
-    GroupState.DEFERRED: (GroupState.IN_SERVICE,),
-    GroupState.IN_SERVICE: (GroupState.SERVED,),
-    GroupState.SERVED: (GroupState.SENT, GroupState.DROPPED),
+    GroupState.DEFERRED: (GroupState.IN_SERVICE, GroupState.DROPPED),
+    GroupState.IN_SERVICE: (GroupState.SERVED, GroupState.DROPPED),
+    GroupState.SERVED: (GroupState.SENT, GroupState.HELD, GroupState.DROPPED),
+    GroupState.HELD: (GroupState.SENT, GroupState.DROPPED),
     GroupState.SENT: (),
     GroupState.DROPPED: (),
 }
@@ -81,6 +84,8 @@ class GroupRecord:
     state: GroupState = GroupState.DEFERRED
     unfinished: int = field(init=False)  # trajectories still generating
     unscored: int = field(init=False)
+    awaited: int = 0  # answers of reward and filter functions that are still to come
+    surplus: bool = False  # no longer needed: dropped once nothing of it is awaited
 
     def __post_init__(self) -> None:
         self.unfinished = self.unscored = len(self.trajectories)

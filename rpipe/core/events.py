@@ -49,6 +49,20 @@ class RolloutRequested(Event, frozen=True):
     groups: tuple[GroupSpec, ...]
 
 
+class GroupsDrawn(Event, frozen=True):
+    """More groups of the running rollout, as RequestGroups asked; submission order goes on."""
+
+    iteration: int
+    groups: tuple[GroupSpec, ...]
+
+
+class EngineReady(Event, frozen=True):
+    """The engine answers. Its KV cache holds so many tokens."""
+
+    engine: int
+    kv_tokens: int
+
+
 class TurnStarted(Event, frozen=True):
     """The engine's first tokens of a turn came: its deadline counts from here, not from its time in the engine's queue."""
 
@@ -77,6 +91,24 @@ class TrajectoryScored(Event, frozen=True):
     reward: float
     started_t: float
     error: str = ""
+
+
+class GroupFiltered(Event, frozen=True):
+    """The filter function's answer. `error`: why it gave none; the group is then kept."""
+
+    group: GroupId
+    keep: bool
+    started_t: float
+    error: str = ""
+
+
+class StepTrained(Event, frozen=True):
+    """The trainer finished a step of so many groups. `busy_s`: its computing, micro-batches (mean over replicas) and step."""
+
+    iteration: int
+    step: int
+    groups: int
+    busy_s: float
 
 
 class GroupReceived(Event, frozen=True):
@@ -164,6 +196,12 @@ class ScoreTrajectory(Command, frozen=True):
     trajectory: TrajectoryId
 
 
+class FilterGroup(Command, frozen=True):
+    """All its rewards are in: ask the filter function."""
+
+    group: GroupId
+
+
 class ServingComplete(Command, frozen=True):
     """All K trajectories stopped generating: the group leaves the frontier (RolloutPipe's first signal)."""
 
@@ -182,7 +220,7 @@ class SendGroup(Command, frozen=True):
 
 
 class DropGroup(Command, frozen=True):
-    """The filter refused the group; the trainer never sees it."""
+    """The trainer never sees it: the filter refused it, or (reason "surplus", no rewards) enough others were kept."""
 
     group: GroupId
     order: int
@@ -234,6 +272,14 @@ class GiveUp(Command, frozen=True):
     """The run cannot go on; `reason` is for a person."""
 
     reason: str
+
+
+class RequestGroups(Command, frozen=True):
+    """Draw so many more prompts for the running rollout, then send GroupsDrawn."""
+
+    iteration: int
+    version: Version
+    count: int
 
 
 class FinishRun(Command, frozen=True):
@@ -380,9 +426,13 @@ class StopTraining(Command, frozen=True):
 
 RolloutEvent = (
     RolloutRequested
+    | GroupsDrawn
+    | EngineReady
     | TurnStarted
     | TurnFinished
     | TrajectoryScored
+    | GroupFiltered
+    | StepTrained
     | GroupReceived
     | WeightsOffered
     | EngineUpdated
@@ -407,6 +457,7 @@ RolloutCommand = (
     | SendTurn
     | AbortTurn
     | ScoreTrajectory
+    | FilterGroup
     | ServingComplete
     | SendGroup
     | DropGroup
@@ -416,6 +467,7 @@ RolloutCommand = (
     | RequestRollout
     | RestartEngine
     | GiveUp
+    | RequestGroups
     | FinishRun
 )
 TrainingCommand = BeginStep | TrainMicroBatch | FinishStep | PublishWeights | SaveCheckpoint | StopTraining

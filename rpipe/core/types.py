@@ -3,7 +3,8 @@
 Prompt -> Group -> Trajectory -> Turn, then `Sequences`: trajectories laid end to end, the one form in which tokens move
 between processes. A group on the channel and a micro-batch at the trainer are both `Sequences`.
 
-Ids: a training group is numbered over the whole run (iteration x R + submission order); evaluation groups are negative.
+Ids: a training group is numbered over the whole run (iteration x groups that one may draw + submission order); evaluation
+groups are negative.
 """
 
 from __future__ import annotations

@@ -1,14 +1,33 @@
 """Admission: may the next deferred group's requests enter the engines now?
 
-Groups are asked about in submission order, one at a time, until one is refused. Frontier-group dispatch (RolloutPipe,
-section 3.3): at most `frontier_groups` groups are in service, those of lowest submission order, so that the groups which
-form the next optimizer step finish first. With backfill, later groups may also enter while the KV tokens that all groups
-in service could need stay within a budget; engine priority (minus the submission order) keeps the frontier ahead of them.
+Groups are asked about in submission order, one at a time, until one is refused.
+
+`fifo` lets every group in at once; the engines queue (RolloutPipe's CGP alone, and the serial baseline).
+
+`frontier` is frontier-group dispatch (RolloutPipe, section 3.3): at most `frontier_groups` groups are in service, those of
+lowest submission order. Engines run small batches, so that each token comes sooner and the groups of the next optimizer step
+finish first. A group holds its place until its last trajectory is done: where rollout is the bottleneck, engines starve.
+
+`soft_frontier` decides how much may be *in flight*, in trajectories and KV tokens, not how many groups are open:
+
+    wide     up to what the engines can run at once: every slot has work, no token waits in an engine that could be elsewhere
+    narrow   `frontier_groups` x K trajectories: small batches, the first step's groups come as early as the frontier's
+
+It is narrow while two things hold: the trainer has less than one step's groups waiting or on their way (it would idle soon),
+and what is left to train takes longer than what is left to roll out, at the rates measured so far (so rollout can afford
+it). Before both rates are known only the first condition decides. In either width a finished trajectory's place is filled from
+the next group, and the engines' queues are ordered by priority, minus the submission order: what is backfilled never goes
+before the frontier.
+
+KV tokens are what trajectories in flight are *expected* to need: prompt and the mean length of finished responses. That is
+cheap to get wrong: what does not fit after all waits in its engine's queue, which starts a request only when there is room,
+in priority order; nothing that runs is evicted for it.
 
 Invariants (tests/unit/test_policies.py and tests/property/test_coordinators.py assert them):
 - groups enter in submission order, each once;
-- without backfill, groups in service never exceed `frontier_groups`;
-- with nothing in service the next group is never refused.
+- a hard frontier never has more than `frontier_groups` groups in service;
+- a soft frontier never leaves a slot empty that its width allows, and exceeds the width by less than one group;
+- with nothing in flight the next group is never refused.
 
 Cost: O(1) a decision.
 """
@@ -21,30 +40,66 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class RolloutLoad:
+    """What a decision may look at."""
+
     groups_in_service: int  # admitted and not serving-complete
-    kv_tokens_reserved: int  # what they may need at most, prompt and response
+    trajectories_in_flight: int  # sent and not finished
+    slots: int  # trajectories that all engines together run at once
+    kv_tokens_expected: int  # what those in flight are expected to need, prompt and response
+    kv_tokens_capacity: int | None  # of all engines; None: not known
+    groups_ready: int  # trainable-complete or being scored, and not trained yet
+    groups_unserved: int  # of this rollout: not serving-complete
+    groups_untrained: int  # of this rollout
+    rollout_group_s: float | None = None  # seconds from one serving-complete group to the next, as measured; None: not yet
+    train_group_s: float | None = None  # seconds of training for one group, as measured
 
 
 class Admission(Protocol):
-    def admits(self, demand_tokens: int, load: RolloutLoad) -> bool:
-        """May the next group, which may need `demand_tokens` of KV cache, enter now?"""
+    def admits(self, load: RolloutLoad) -> bool:
+        """May the next group enter now?"""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """Every group at once; the engines queue (RolloutPipe's CGP alone, and the serial baseline)."""
+    """Every group at once."""
 
-    def admits(self, demand_tokens: int, load: RolloutLoad) -> bool:
+    def admits(self, load: RolloutLoad) -> bool:
         return True
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    frontier_groups: int  # F_w
-    backfill_tokens: int = 0  # 0 is the paper's hard frontier
+    """The paper's hard frontier."""
 
-    def admits(self, demand_tokens: int, load: RolloutLoad) -> bool:
-        if load.groups_in_service < self.frontier_groups:
+    frontier_groups: int  # F_w
+
+    def admits(self, load: RolloutLoad) -> bool:
+        return load.groups_in_service < self.frontier_groups
+
+
+@dataclass(frozen=True, slots=True)
+class SoftFrontier:
+    frontier_groups: int  # the narrow width, in groups
+    trajectories_per_group: int  # K
+    groups_per_step: int  # U
+    budget_tokens: int | None = None  # KV tokens that may be in flight; None: the engines' capacity
+
+    def admits(self, load: RolloutLoad) -> bool:
+        if not load.trajectories_in_flight:
             return True
-        return load.kv_tokens_reserved + demand_tokens <= self.backfill_tokens
+        budget = self.budget_tokens if self.budget_tokens is not None else load.kv_tokens_capacity
+        if budget is not None and load.kv_tokens_expected >= budget:
+            return False
+        width = load.slots
+        if self.narrow(load):
+            width = min(width, self.frontier_groups * self.trajectories_per_group)
+        return load.trajectories_in_flight < width
+
+    def narrow(self, load: RolloutLoad) -> bool:
+        """The trainer would idle, and rollout has time to spare."""
+        if load.groups_ready >= self.groups_per_step:
+            return False
+        if load.rollout_group_s is None or load.train_group_s is None:
+            return True
+        return load.groups_untrained * load.train_group_s > load.groups_unserved * load.rollout_group_s

@@ -34,9 +34,14 @@ from rpipe.core.events import (
     DropGroup,
     EndEvaluation,
     EndRollout,
+    EngineReady,
+    FilterGroup,
     FinishRun,
+    GroupFiltered,
     GroupReceived,
+    GroupsDrawn,
     GroupSpec,
+    RequestGroups,
     RequestRollout,
     RolloutCommand,
     RolloutEvent,
@@ -45,12 +50,13 @@ from rpipe.core.events import (
     SendGroup,
     SendTurn,
     ServingComplete,
+    StepTrained,
     StopRequested,
     TrajectoryScored,
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, Trajectory, TrajectoryId, VersionSpan
+from rpipe.core.types import GroupId, Prompt, Trajectory, TrajectoryId, VersionSpan
 from rpipe.rollout.held import HeldGroup, RolloutData
 from rpipe.rollout.rewards import RewardPool
 from rpipe.rollout.watch import Watch
@@ -123,6 +129,7 @@ class RolloutDriver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._engines_up: set[int] = set()
         self._cursor = 0
+        self._first_order = 0  # of the groups that the running rollout draws next
         self._failure: BaseException | None = None
         self._last_t = 0.0
         self.reason = ""
@@ -134,7 +141,10 @@ class RolloutDriver:
         self._owner = owner
         owner.reply = self.receive
         try:
-            await self._rewards.start(self._data.reward_functions)  # a mistyped name ends the job before an engine starts
+            functions = dict(self._data.reward_functions)
+            if self.config.filter_function:
+                functions[self.config.filter_function] = "rollout.filter"
+            await self._rewards.start(functions)  # a mistyped name ends the job before an engine starts
             owner.start()
             while not self.coordinator.done:
                 self._turn_crank()
@@ -215,6 +225,15 @@ class RolloutDriver:
                 self._watch.trainer(message)
             case StepReport():
                 self._watch.step(message)
+                self._inbox.append(
+                    StepTrained(
+                        t=now,
+                        iteration=message.iteration,
+                        step=message.event.step,
+                        groups=message.groups,
+                        busy_s=message.busy_s,
+                    )
+                )
             case Offer():
                 self._weights_came = True
                 self._inbox.append(WeightsOffered(t=now, version=message.version))
@@ -235,6 +254,7 @@ class RolloutDriver:
         self._engines_up.add(message.engine)
         self._watch.say(f"engine {message.engine} is up after {message.seconds:.0f} s")
         self._log.note(self._world.clock(), "EngineUp", engine=message.engine, seconds=round(message.seconds, 3))
+        self._inbox.append(EngineReady(t=self._world.clock(), engine=message.engine, kv_tokens=message.kv_tokens))
         if len(self._engines_up) == self.config.engines:
             self._to_trainer(EnginesUp())
 
@@ -273,17 +293,24 @@ class RolloutDriver:
                 self._to_engine(command.engine, CancelTurn(command.trajectory))
             case ScoreTrajectory():
                 self._begin(self._score(command.trajectory))
+            case FilterGroup():
+                self._begin(self._filter(command.group))
             case SendGroup():
                 self._send_group(command)
             case DropGroup():
                 self._to_trainer(Dropped(command.group, command.order, command.iteration))
-                self._held.pop(command.group).record(self._dump, command.group, command.iteration, None)
+                held = self._held.pop(command.group)
+                if command.rewards:  # else it was not needed any more, and may be incomplete
+                    held.record(self._dump, command.group, command.iteration, None)
             case UpdateEngine():
                 self._to_engine(command.engine, LoadWeights(command.version))
             case ConfirmWeights():
                 self._to_trainer(Confirmed(command.version))
             case RequestRollout():
                 self._draw(command)
+            case RequestGroups():
+                groups = self._draw_training(command.iteration, command.count)
+                self._inbox.append(GroupsDrawn(t=self._world.clock(), iteration=command.iteration, groups=groups))
             case EndRollout():
                 self._to_trainer(
                     Ended(command.iteration, command.version, command.groups_sent, command.groups_dropped, self._cursor)
@@ -297,26 +324,35 @@ class RolloutDriver:
                 pass  # the coordinator itself acts on it; it stands in the log for the reader
 
     def _draw(self, request: RequestRollout) -> None:
-        """Training groups are numbered over the run; evaluation's are negative."""
-        rollout, data = self.config.rollout, self._data
         if request.purpose == "train":
-            chosen, self._cursor = data.order.take(self._cursor, rollout.groups_per_iteration)
-            prompts, count = [data.train[i] for i in chosen], rollout.trajectories_per_group
-            ids = [request.iteration * rollout.groups_per_iteration + order for order in range(len(prompts))]
+            self._first_order = 0
+            count = self.config.rollout.groups_per_iteration + self.config.over_sampling_groups
+            groups = self._draw_training(request.iteration, count)
         else:
-            prompts, count = list(data.held_out), 1
-            ids = [-1 - order for order in range(len(prompts))]
-        self._held.update({group: HeldGroup(prompt, count) for group, prompt in zip(ids, prompts)})
+            prompts = self._data.held_out
+            groups = self._hold([-1 - order for order in range(len(prompts))], prompts, 1)
         self._inbox.append(
             RolloutRequested(
                 t=self._world.clock(),
                 iteration=request.iteration,
                 version=request.version,
                 purpose=request.purpose,
-                trajectories_per_group=count,
-                groups=tuple(GroupSpec(group, len(prompt.token_ids)) for group, prompt in zip(ids, prompts)),
+                trajectories_per_group=self.config.rollout.trajectories_per_group if request.purpose == "train" else 1,
+                groups=groups,
             )
         )
+
+    def _draw_training(self, iteration: int, count: int) -> tuple[GroupSpec, ...]:
+        """The next prompts. Training groups are numbered over the run, held-out ones are negative."""
+        chosen, self._cursor = self._data.order.take(self._cursor, count)
+        first = iteration * self.config.most_groups + self._first_order
+        self._first_order += count
+        prompts = [self._data.train[i] for i in chosen]
+        return self._hold(list(range(first, first + count)), prompts, self.config.rollout.trajectories_per_group)
+
+    def _hold(self, ids: list[GroupId], prompts: list[Prompt], samples: int) -> tuple[GroupSpec, ...]:
+        self._held.update({group: HeldGroup(prompt, samples) for group, prompt in zip(ids, prompts)})
+        return tuple(GroupSpec(group, len(prompt.token_ids)) for group, prompt in zip(ids, prompts))
 
     def _send_turn(self, command: SendTurn) -> None:
         prompt = self._held[command.trajectory.group].prompt
@@ -343,6 +379,17 @@ class RolloutDriver:
             TrajectoryScored(
                 t=self._world.clock(), trajectory=trajectory, reward=score.reward, started_t=started_t, error=score.error
             )
+        )
+
+    async def _filter(self, group: GroupId) -> None:
+        held = self._held[group]
+        started_t = self._world.clock()
+        answer = await self._rewards.keeps(self.config.filter_function, held.prompt, held.texts, held.rewards)
+        if answer.error:
+            self._watch.say(f"group {group}: {answer.error}; it is kept")
+        keep = bool(answer.error) or answer.reward != 0
+        self._inbox.append(
+            GroupFiltered(t=self._world.clock(), group=group, keep=keep, started_t=started_t, error=answer.error)
         )
 
     def _send_group(self, command: SendGroup) -> None:

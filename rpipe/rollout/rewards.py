@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -73,17 +74,26 @@ class RewardPool:
 
     async def score(self, prompt: Prompt, response_text: str, response_tokens: int) -> Score:
         """Score one response by its prompt's function. Raises RewardError only where no worker can be had any more."""
+        fields: list[Any] = [prompt.reward, "", response_text, prompt.answer, {}]
+        if prompt.reward not in CHEAP:
+            fields[1] = prompt.text
+            fields[4] = {**prompt.metadata, "prompt_id": prompt.prompt_id, "response_tokens": response_tokens}
+        return await self._ask(fields)
+
+    async def keeps(self, name: str, prompt: Prompt, responses: list[str], rewards: list[float]) -> Score:
+        """Ask a filter function `(prompt_text, responses, rewards, metadata) -> bool`; its answer is 0 or 1."""
+        metadata = {**prompt.metadata, "prompt_id": prompt.prompt_id, "answer": prompt.answer}
+        answer = await self._ask([name, prompt.text, responses, rewards, metadata])
+        return replace(answer, error=answer.error.replace("reward ", "filter ", 1))
+
+    async def _ask(self, fields: list[Any]) -> Score:
         if self._failure:
             raise self._failure
         self._sent += 1
         if os.fstat(self._log.fileno()).st_size > MOST_PRINTED_BYTES:  # a full file would fail what prints into it
             os.ftruncate(self._log.fileno(), 0)
-        call = Call(self._sent, prompt.reward, b"", asyncio.get_running_loop().create_future())
-        fields: list[Any] = [call.number, prompt.reward, "", response_text, prompt.answer, {}]
-        if prompt.reward not in CHEAP:
-            fields[2] = prompt.text
-            fields[5] = {**prompt.metadata, "prompt_id": prompt.prompt_id, "response_tokens": response_tokens}
-        call.line = json.dumps(fields, default=str).encode() + b"\n"
+        line = json.dumps([self._sent, *fields], default=str).encode() + b"\n"
+        call = Call(self._sent, fields[0], line, asyncio.get_running_loop().create_future())
         self._queue.append(call)
         self._dispatch_soon()
         return await call.reply

@@ -17,6 +17,7 @@ from rpipe.core.events import (
     DropGroup,
     EndEvaluation,
     EndRollout,
+    GroupsDrawn,
     RequestRollout,
     RolloutRequested,
     SendGroup,
@@ -82,11 +83,16 @@ class Watch:
             case RequestRollout():
                 self._iteration = what.iteration
                 self._phase = "rollout" if what.purpose == "train" else "evaluating"
+            case GroupsDrawn():
+                tally.groups += len(what.groups)
+                tally.trajectories += len(what.groups) * self._config.rollout.trajectories_per_group
             case EndRollout():
                 tally.rollout_s = t - tally.started_t
                 self._reward = statistics.fmean(tally.rewards)
                 self._phase = "training"
-                if len(set(tally.rewards)) == 1 and len(tally.rewards) > 1:
+                if not what.groups_sent:
+                    self._progress.line(self._nothing_kept(what, tally))
+                elif len(set(tally.rewards)) == 1 and len(tally.rewards) > 1:
                     self._progress.line(
                         f"every reward of iteration {what.iteration} was {tally.rewards[0]:g}: there is nothing to learn from;"
                         " look at the prompts, the reward function and rollout.max_new_tokens"
@@ -103,6 +109,13 @@ class Watch:
                     self._write(t)
             case _:
                 pass
+
+    def _nothing_kept(self, end: EndRollout, tally: Tally) -> str:
+        equal = f"; every reward was {tally.rewards[0]:g}" if len(set(tally.rewards)) == 1 else ""
+        return (
+            f"iteration {end.iteration}: rollout.filter dropped all {end.groups_dropped} groups{equal}: nothing was trained;"
+            " look at the prompts, the reward function and rollout.max_new_tokens"
+        )
 
     def trainer(self, state: TrainerState) -> None:
         self._trainer = state

@@ -90,7 +90,8 @@ class EngineOwner:
     async def _start(self) -> None:
         began = self._clock()
         await self.engine.start()
-        self.reply(EngineUp(self.index, self._clock() - began))
+        seconds = self._clock() - began
+        self.reply(EngineUp(self.index, seconds, (await self.engine.load()).kv_tokens_capacity))
 
     async def _join(self, message: Join) -> None:
         self._buckets = tuple(tuple(TensorSpec(t.name, t.dtype, t.shape) for t in bucket) for bucket in message.buckets)

@@ -84,6 +84,7 @@ class CloseEngine(Message, frozen=True):
 class EngineUp(Message, frozen=True):
     engine: int
     seconds: float
+    kv_tokens: int  # that its cache holds
 
 
 class TurnBegan(Message, frozen=True):
@@ -179,6 +180,7 @@ class StepReport(Message, frozen=True):
 
     iteration: int
     event: StepDone
+    groups: int
     busy_s: float
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from typing_extensions import assert_never
 
 from rpipe.config import Config
@@ -49,6 +50,8 @@ class SimulatedJob:
 
     def run(self, watch: Callable[[], None] | None = None) -> float:
         """Returns the virtual seconds that the job took."""
+        for index, engine in enumerate(self.rollout.engines):
+            self.rollout.on(e.EngineReady(t=self.kernel.now, engine=index, kv_tokens=engine.costs.kv_tokens))
         self.training.start()
         self.kernel.run(watch)
         if not self.kernel.stopped:
@@ -97,6 +100,7 @@ class RolloutSide:
             for index in range(config.engines)
         ]
         self.work: dict[GroupId, GroupWork] = {}
+        self._next_group = 0
         self._turns: dict[TrajectoryId, Turn] = {}
         self._lives = [0] * config.engines  # how often each engine was lost
         self._reward_free_t = [0.0] * config.reward.workers  # heap
@@ -152,6 +156,11 @@ class RolloutSide:
                 kernel.after(job.hardware.draw_s, lambda: self._draw(command))
             case e.EndRollout():
                 job.to_training(lambda: job.training.on(_ended(kernel.now, command)))
+            case e.RequestGroups():
+                kernel.after(job.hardware.draw_s, lambda: self._draw_more(command))
+            case e.FilterGroup(group=group):  # a workload has no texts that a function could look at
+                answer = e.GroupFiltered(t=kernel.now, group=group, keep=True, started_t=kernel.now)
+                kernel.after(job.hardware.reward_s, lambda: self.on(msgspec.structs.replace(answer, t=kernel.now)))
             case e.FinishRun():
                 job.kernel.stopped = job.training.coordinator.done
             case e.RestartEngine(engine=index, version=version):
@@ -165,10 +174,11 @@ class RolloutSide:
 
     def _draw(self, command: e.RequestRollout) -> None:
         config, training = self.job.config, command.purpose == "train"
-        first = command.iteration * config.rollout.groups_per_iteration
         samples = config.rollout.trajectories_per_group if training else 1
-        count = config.rollout.groups_per_iteration if training else config.evaluation.prompts
+        count = config.rollout.groups_per_iteration + config.over_sampling_groups if training else config.evaluation.prompts
+        first = command.iteration * config.most_groups
         ids = [first + i for i in range(count)] if training else [-1 - i for i in range(count)]
+        self._next_group = first + count
         self.work = {group: self.job.source.group(group, command.iteration, samples) for group in ids}
         self.on(
             e.RolloutRequested(
@@ -180,6 +190,14 @@ class RolloutSide:
                 groups=tuple(e.GroupSpec(group, self.work[group].prompt_tokens) for group in ids),
             )
         )
+
+    def _draw_more(self, command: e.RequestGroups) -> None:
+        ids = range(self._next_group, self._next_group + command.count)
+        self._next_group += command.count
+        samples = self.job.config.rollout.trajectories_per_group
+        self.work.update({group: self.job.source.group(group, command.iteration, samples) for group in ids})
+        groups = tuple(e.GroupSpec(group, self.work[group].prompt_tokens) for group in ids)
+        self.on(e.GroupsDrawn(t=self.kernel.now, iteration=command.iteration, groups=groups))
 
     # ---- engines
 
@@ -324,6 +342,7 @@ class TrainingSide:
         self.tokens: dict[GroupId, tuple[tuple[int, ...], int]] = {}  # of a group's trajectories, and of its prompt
         self._publish_s = publish_s(config)
         self._publishing_t = 0.0
+        self._busy_s = 0.0  # of the step's micro-batches, over all replicas
 
     def start(self) -> None:
         replicas = self.job.config.replicas
@@ -372,6 +391,7 @@ class TrainingSide:
         seconds = self.costs.micro_batch_s(lengths)
 
         def done(began: float) -> e.MicroBatchDone:
+            self._busy_s += self.kernel.now - began
             return e.MicroBatchDone(
                 t=self.kernel.now,
                 replica=command.replica,
@@ -398,6 +418,15 @@ class TrainingSide:
         for group in command.groups:
             tokens, prompt = self.tokens.pop(group)
             trained += sum(tokens) - prompt * len(tokens)
+        trained_by = e.StepTrained(
+            t=self.kernel.now,
+            iteration=command.iteration,
+            step=command.step,
+            groups=len(command.groups),
+            busy_s=self._busy_s / self.job.config.replicas + self.kernel.now - began,
+        )
+        self._busy_s = 0.0
+        self.job.to_rollout(lambda: self.job.rollout.on(msgspec.structs.replace(trained_by, t=self.kernel.now)))
         self.on(
             e.StepDone(
                 t=self.kernel.now,

@@ -251,7 +251,7 @@ class TrainingDriver:
         self._inbox.append(event)
         busy_s = sum(self._busy_s) / len(self._busy_s) + outcome.ended_t - outcome.started_t
         self._busy_s = [0.0] * len(self._busy_s)
-        self._mailbox.send(ROLLOUT, StepReport(command.iteration, event, busy_s))
+        self._mailbox.send(ROLLOUT, StepReport(command.iteration, event, len(command.groups), busy_s))
         for group in command.groups:
             del self._held[group]
 

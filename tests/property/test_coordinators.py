@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rpipe.core import events as e
 from rpipe.core.types import TrajectoryId
+from rpipe.policy.admission import SoftFrontier
 from tests.pure_job import PureJob, admission, rollout_settings, training_settings
 
 modes = st.sampled_from(["serial", "fifo", "exact"])
@@ -102,6 +103,56 @@ def test_dropped_groups_leave_short_steps_and_wedge_nothing(data, mode, dull):
         sizes = [len(s.groups) for s in run.training_commands(e.FinishStep) if s.iteration == iteration]
         assert all(size == 2 for size in sizes[:-1])
     assert run.training.done and run.rollout.done
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), modes, widths, st.sets(st.integers(0, 10)), st.integers(0, 3), st.integers(0, 2), st.booleans())
+def test_the_first_groups_kept_as_submitted_are_trained_whatever_finishes_first(data, mode, width, dull, refill, ahead, hook):
+    """6 are wanted of at most 11; a group id modulo what one iteration may draw is its submission order."""
+    policy = {"admission": admission(width), "refill_groups": refill, "over_sampling_groups": ahead}
+    policy |= {"filter_function": "a:b"} if hook else {"drop_zero_variance": True}
+    run = PureJob(rollout_settings(**policy), training_settings(mode=mode), groups=6, samples=4, choose=choice(data))
+    most = run.most_groups
+    if hook:
+        run.keeps = lambda group: group % most not in dull
+    else:
+        run.reward = lambda t: 1.0 if t.group % most in dull else float(t.sample % 2)
+    run.run()
+    assert run.training.done and run.rollout.done
+    kept = [order for order in range(most) if order not in dull][:6]
+    for iteration in (0, 1):
+        steps = [s for s in run.training_commands(e.FinishStep) if s.iteration == iteration]
+        assert sorted(group - iteration * most for s in steps for group in s.groups) == kept
+        assert all(len(s.groups) == 2 for s in steps[:-1])
+        ended = [c for c in run.rollout_commands(e.DropGroup) + run.rollout_commands(e.SendGroup) if c.iteration == iteration]
+        assert sorted(c.order for c in ended) == list(range(run.drawn[iteration])), "each that was drawn is sent or dropped"
+    cut = {c.trajectory.group for c in run.rollout_commands(e.AbortTurn)}
+    assert cut <= {c.group for c in run.rollout_commands(e.DropGroup) if c.reason == "surplus"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 3), st.floats(0.1, 100.0), st.sampled_from([None, 60, 200]))
+def test_a_soft_frontier_leaves_no_slot_empty_that_its_width_allows(data, width, busy_s, budget):
+    soft = SoftFrontier(width, 4, 2, budget)
+    run = PureJob(
+        rollout_settings(admission=soft, slots_per_engine=6), training_settings(), groups=9, samples=4, choose=choice(data)
+    )
+    run.busy_s = busy_s
+    run.run()
+    assert run.training.done and run.rollout.done
+    in_flight, deferred, last = 0, 0, -1
+    for event, commands in run.rollout_history:
+        deferred += len(event.groups) if isinstance(event, e.RolloutRequested) else 0
+        in_flight -= isinstance(event, e.TurnFinished)
+        for c in commands:
+            if isinstance(c, e.SendTurn):
+                in_flight += 1
+                deferred -= c.trajectory.sample == 0
+                assert c.trajectory.group >= last, "groups enter in submission order"
+                last = c.trajectory.group
+        assert in_flight < 12 + 4, "less than a group beyond what the engines run at once"
+        if isinstance(event, e.TurnFinished) and deferred:
+            assert in_flight >= (1 if budget else min(4 * width, 12)), "a slot is empty while groups are deferred"
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,27 +8,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpipe.policy.admission import Fifo, Frontier, RolloutLoad
+from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier
 from rpipe.policy.advantage import dr_grpo, grpo, shuffled, zero_variance
 from rpipe.policy.batching import Item, owners, pack
 from rpipe.policy.placement import GroupAffine, LeastLoaded, Loads
 
 
+def load(**changes) -> RolloutLoad:
+    base = {
+        "groups_in_service": 2, "trajectories_in_flight": 8, "slots": 32, "kv_tokens_expected": 0, "kv_tokens_capacity": None,
+        "groups_ready": 0, "groups_unserved": 16, "groups_untrained": 16,
+    }  # fmt: skip
+    return RolloutLoad(**{**base, **changes})
+
+
 def test_fifo_admits_whatever_the_load():
-    assert Fifo().admits(10**9, RolloutLoad(groups_in_service=500, kv_tokens_reserved=10**9))
+    assert Fifo().admits(load(groups_in_service=500, trajectories_in_flight=4_000, kv_tokens_expected=10**9))
 
 
 def test_a_hard_frontier_never_holds_more_than_its_width():
     policy = Frontier(frontier_groups=2)
-    assert policy.admits(1, RolloutLoad(1, 0))
-    assert not policy.admits(1, RolloutLoad(2, 0))
+    assert policy.admits(load(groups_in_service=1))
+    assert not policy.admits(load(groups_in_service=2))
 
 
-def test_backfill_admits_beyond_the_frontier_only_while_the_kv_budget_lasts():
-    policy = Frontier(frontier_groups=2, backfill_tokens=4_000)
-    assert policy.admits(1_000, RolloutLoad(2, 3_000))
-    assert not policy.admits(1_001, RolloutLoad(2, 3_000))
-    assert policy.admits(10_000, RolloutLoad(1, 10_000)), "the frontier itself is never refused"
+SOFT = SoftFrontier(frontier_groups=2, trajectories_per_group=4, groups_per_step=2)
+
+
+def test_a_soft_frontier_is_narrow_until_the_first_step_s_groups_are_ready():
+    assert SOFT.admits(load(trajectories_in_flight=7))
+    assert not SOFT.admits(load(trajectories_in_flight=8))
+    assert SOFT.admits(load(trajectories_in_flight=8, groups_ready=2))
+
+
+def test_a_soft_frontier_gives_a_finished_trajectory_s_place_away_though_its_group_is_open():
+    assert not Frontier(2).admits(load(groups_in_service=2, trajectories_in_flight=2))
+    assert SOFT.admits(load(groups_in_service=2, trajectories_in_flight=7))
+
+
+def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_at_once():
+    slow_rollout = {"rollout_group_s": 2.0, "train_group_s": 1.0}
+    assert SOFT.admits(load(trajectories_in_flight=31, **slow_rollout))
+    assert not SOFT.admits(load(trajectories_in_flight=32, **slow_rollout)), "more would only wait in an engine"
+    slow_training = {"rollout_group_s": 1.0, "train_group_s": 2.0}
+    assert not SOFT.admits(load(trajectories_in_flight=8, **slow_training))
+    assert SOFT.admits(load(trajectories_in_flight=31, groups_ready=2, **slow_training)), "the trainer has enough"
+
+
+def test_what_is_left_of_each_stage_decides_not_its_rate_alone():
+    rates = {"rollout_group_s": 1.5, "train_group_s": 1.0}
+    assert SOFT.narrow(load(groups_unserved=10, groups_untrained=16, **rates))
+    assert not SOFT.narrow(load(groups_unserved=16, groups_untrained=16, **rates))
+
+
+def test_the_kv_budget_is_the_engines_capacity_unless_said():
+    wide = {"trajectories_in_flight": 8, "groups_ready": 9}
+    assert SOFT.admits(load(**wide, kv_tokens_expected=999, kv_tokens_capacity=1_000))
+    assert not SOFT.admits(load(**wide, kv_tokens_expected=1_000, kv_tokens_capacity=1_000))
+    assert SOFT.admits(load(**wide, kv_tokens_expected=10**9)), "no budget is known"
+    half = SoftFrontier(2, 4, 2, budget_tokens=500)
+    assert not half.admits(load(**wide, kv_tokens_expected=500, kv_tokens_capacity=1_000))
+    assert half.admits(load(trajectories_in_flight=0, kv_tokens_expected=10**9)), "nothing would ever run"
 
 
 def test_least_loaded_takes_the_lowest_number_on_a_tie():
