@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     # add_help=False: --help and everything else is the command's own
     commands.add_parser("report", help="tables of one or more run directories (--json for machines)", add_help=False)
     commands.add_parser("simulate", help="run the job's config on a virtual clock: what would it take?", add_help=False)
+    commands.add_parser("calibrate", help="fit what rpipe simulate knows of the hardware to real runs", add_help=False)
     commands.add_parser("doctor", help="what this machine has, and what to do about the rest", add_help=False)
     commands.add_parser("version", help="print the version")
     return top
@@ -45,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rpipe.simulate import main as simulate
 
         return simulate(words[1:], report=write)
+    if words[:1] == ["calibrate"]:
+        from rpipe.calibrate import main as calibrate
+
+        return calibrate(words[1:])
     if words[:1] == ["doctor"]:
         from rpipe.doctor import main as doctor
 

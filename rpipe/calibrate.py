@@ -1,0 +1,79 @@
+"""`rpipe calibrate RUN...`: which hardware profile explains these runs?
+
+Reads the event logs of real jobs and writes the section `hardware` for `rpipe simulate` and `rpipe plan`: cost of a decode step
+by batch size, of prefill, of a micro-batch, of an optimizer step, of a publish, and the latencies between. One run with the
+stages apart (pipeline.mode = serial) and one with the stages side by side show best how much these slow one another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from rpipe import config as configs
+from rpipe.analysis.run import RunError
+from rpipe.config import Config, ConfigError
+from rpipe.sim.fit import FitError, profile
+from rpipe.sim.observe import observe
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="rpipe calibrate",
+        description="Fits a hardware profile for rpipe simulate and rpipe plan to real runs of one machine.",
+        epilog="Use it: rpipe simulate CONFIG with `include: [FILE]`. Exit code: 0 written, 2 nothing to fit.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run dirs; of one model, engine.tp and training.tp")
+    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="where to write it (default: print it)")
+    parser.add_argument("--name", default="calibrated", help="what the profile is called")
+    asked = parser.parse_args(list(argv))
+    try:
+        made = [configs.load(run / "config.yaml") for run in asked.runs]
+        _alike(asked.runs, made)
+        seen = [attempt for run in asked.runs for attempt in observe(run)]
+        cores = _shared_cores(asked.runs, made)
+        source = f"rpipe calibrate {' '.join(run.name for run in asked.runs)}"
+        tree, errors = profile(seen, asked.name, source, cores)
+    except (ConfigError, RunError, FitError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    text = yaml.safe_dump({"hardware": tree}, sort_keys=False, default_flow_style=None, width=120)
+    if asked.out is None:
+        print(text, end="")
+    else:
+        try:
+            asked.out.write_text(text)
+        except OSError as error:
+            print(f"{asked.out}: cannot be written: {error.strerror}", file=sys.stderr)
+            return 2
+    turns, batches = sum(len(s.turns) for s in seen), sum(len(s.batches) for s in seen)
+    print(
+        f"{turns} responses explained to {errors['engine']:.1%} of their tokens, {batches} micro-batches to"
+        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _alike(runs: Sequence[Path], made: Sequence[Config]) -> None:
+    """Raises ConfigError where one profile cannot stand for all."""
+    for run, config in zip(runs[1:], made[1:]):
+        for section, key in (("engine", "tp"), ("training", "tp"), ("training", "pp"), ("training", "cp")):
+            was, now = (getattr(getattr(c, section), key) for c in (made[0], config))
+            if was != now:
+                raise ConfigError(f"{run}: {section}.{key} = {now}, {runs[0]} has {was}; wanted: runs that agree in it")
+
+
+def _shared_cores(runs: Sequence[Path], made: Sequence[Config]) -> float | None:
+    """Cores of the machine, where engines and trainer compute on them."""
+    if any(config.cluster.accelerator != "cpu" for config in made):
+        return None
+    try:
+        return float(json.loads((runs[0] / "environment.json").read_text())["cores"])
+    except (OSError, ValueError, KeyError):
+        return None

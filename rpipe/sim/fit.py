@@ -1,0 +1,303 @@
+"""Which rates explain what real jobs took?
+
+Engine. While n requests run, each gains tokens at rate(n), and nothing while a prefill is done. So a response of N tokens says
+
+    N - 1 = sum over the time from its first to its last token of  speed x dt x rate(n)  -  stalls x rate(n)
+
+with rate() linear between knots: least squares in its values, given the rest. `speed` is what cores shared with a busy trainer
+leave, a stall is prefill_s + prefill_token_s x its tokens; these three are searched for, so that the residual is least.
+
+Trainer. A micro-batch's time x speed = micro_batch_s + trajectory_s x trajectories + token_s x tokens, least squares, never
+negative. The speed is the engine's: one machine.
+
+Everything else is a median of what was seen.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
+
+KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+LEAST_TURNS = 30
+SMOOTH = 0.02  # weight of a rate's bend against a token of error
+Array = NDArray[np.float64]
+
+
+class FitError(ValueError):
+    """One line for the person who named the runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFit:
+    knots: tuple[int, ...]
+    step_s: tuple[float, ...]
+    prefill_s: float
+    prefill_token_s: float
+    shared_speed: float  # while a trainer computes
+    error: float  # root mean square of tokens, over the root mean square of tokens
+
+
+def fit_engine(attempts: Sequence[Seen], sharing: bool) -> EngineFit:
+    """`sharing`: engines and trainer may slow one another. Raises FitError where there is too little to see."""
+    rows = _Rows([t for seen in attempts for t in _turns(seen)])
+    if rows.count < LEAST_TURNS:
+        raise FitError(f"{rows.count} responses of several tokens; wanted: at least {LEAST_TURNS}")
+    prefill_s, token_s, speed = 0.01, 1e-4, 0.85 if sharing and rows.busy_s.any() else 1.0
+    for _ in range(4):
+        prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], 0.0, 0.2)  # noqa: B023
+        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], 0.0, 0.01)  # noqa: B023
+        if speed < 1.0:
+            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], 0.3, 1.0)  # noqa: B023
+    rates, error_tokens = rows.solve(prefill_s, token_s, speed)
+    steps = np.maximum.accumulate(1 / np.maximum(rates, 1e-6))  # a larger batch never takes a shorter step
+    return EngineFit(
+        knots=rows.knots,
+        step_s=tuple(float(s) for s in steps),
+        prefill_s=prefill_s,
+        prefill_token_s=token_s,
+        shared_speed=speed,
+        error=error_tokens / rows.scale,
+    )
+
+
+def least(error: Callable[[float], float], low: float, high: float, rounds: int = 18) -> float:
+    """Golden section: where `error` is least."""
+    ratio = (math.sqrt(5) - 1) / 2
+    a, b = high - ratio * (high - low), low + ratio * (high - low)
+    ea, eb = error(a), error(b)
+    for _ in range(rounds):
+        if ea < eb:
+            high, b, eb = b, a, ea
+            a = high - ratio * (high - low)
+            ea = error(a)
+        else:
+            low, a, ea = a, b, eb
+            b = low + ratio * (high - low)
+            eb = error(b)
+    return (low + high) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """One response's decoding, by how many ran beside it: seconds with the trainer idle and busy, stalls and their tokens."""
+
+    tokens: int
+    idle_s: dict[int, float]
+    busy_s: dict[int, float]
+    stalls: dict[int, float]
+    stall_tokens: dict[int, float]
+
+
+def _turns(seen: Seen) -> list[_Stretch]:
+    training = Timeline(joined(trained(seen)))
+    found: list[_Stretch] = []
+    for engine in sorted({t.engine for t in seen.turns}):
+        turns = [t for t in seen.turns if t.engine == engine]
+        running = Timeline([(t.first_t, t.end_t) for t in turns])
+        prefills = _prefills(turns)
+        found += [_stretch(t, running, training, prefills) for t in turns if t.output_tokens > 1 and t.end_t > t.first_t]
+    return found
+
+
+def trained(seen: Seen) -> list[Span]:
+    return [*((b.started_t, b.ended_t) for b in seen.batches), *seen.steps]
+
+
+def _prefills(turns: list[SeenTurn], together_s: float = 0.002) -> list[tuple[float, float]]:
+    """(time, fresh tokens) of every prefill batch: first tokens that came together."""
+    batches: list[tuple[float, float]] = []
+    for turn in sorted(turns, key=lambda t: t.first_t):
+        if batches and turn.first_t - batches[-1][0] < together_s:
+            batches[-1] = (batches[-1][0], batches[-1][1] + turn.fresh_tokens)
+        else:
+            batches.append((turn.first_t, float(turn.fresh_tokens)))
+    return batches
+
+
+def _stretch(turn: SeenTurn, running: Timeline, training: Timeline, prefills: list[tuple[float, float]]) -> _Stretch:
+    idle: dict[int, float] = {}
+    busy: dict[int, float] = {}
+    for start, end, count in running.pieces(turn.first_t, turn.end_t):
+        for a, b, active in training.pieces(start, end):
+            into = busy if active else idle
+            into[count] = into.get(count, 0.0) + b - a
+    stalls: dict[int, float] = {}
+    tokens: dict[int, float] = {}
+    for t, fresh in prefills[bisect_left(prefills, (turn.first_t + 0.003, 0.0)) :]:
+        if t >= turn.end_t:
+            break
+        count = running.at(t - 1e-9) or 1
+        stalls[count] = stalls.get(count, 0.0) + 1
+        tokens[count] = tokens.get(count, 0.0) + fresh
+    return _Stretch(turn.output_tokens, idle, busy, stalls, tokens)
+
+
+class _Rows:
+    """The equations, one a response; columns are the knots of rate()."""
+
+    def __init__(self, stretches: list[_Stretch]) -> None:
+        self.count = len(stretches)
+        most = max((n for s in stretches for n in (*s.idle_s, *s.busy_s)), default=1)
+        self.knots = tuple(k for k in KNOTS if k <= most) or (1,)
+        if self.knots[-1] < most:
+            self.knots = (*self.knots, most)
+        self.tokens: Array = np.array([s.tokens - 1 for s in stretches], np.float64)
+        self.scale = float(np.sqrt(np.mean(self.tokens**2))) if self.count else 1.0
+        self.idle_s = self._spread([s.idle_s for s in stretches])
+        self.busy_s = self._spread([s.busy_s for s in stretches])
+        self.stalls = self._spread([s.stalls for s in stretches])
+        self.stall_tokens = self._spread([s.stall_tokens for s in stretches])
+        self._bends = self._second_differences()
+
+    def _spread(self, rows: list[dict[int, float]]) -> Array:
+        """Each amount shared between the two knots around its count."""
+        out = np.zeros((len(rows), len(self.knots)))
+        for row, amounts in enumerate(rows):
+            for count, amount in amounts.items():
+                at = min(max(bisect_left(self.knots, count), 1), len(self.knots) - 1) if len(self.knots) > 1 else 0
+                if at == 0:
+                    out[row, 0] += amount
+                    continue
+                low, high = self.knots[at - 1], self.knots[at]
+                part = min(max((count - low) / (high - low), 0.0), 1.0)
+                out[row, at - 1] += amount * (1 - part)
+                out[row, at] += amount * part
+        return out
+
+    def _second_differences(self) -> Array:
+        size = len(self.knots)
+        bends = np.zeros((max(size - 2, 0), size))
+        for i in range(size - 2):
+            bends[i, i : i + 3] = (1, -2, 1)
+        return bends
+
+    def solve(self, prefill_s: float, prefill_token_s: float, shared_speed: float) -> tuple[Array, float]:
+        """Rates at the knots, and the root mean square error in tokens."""
+        matrix = self.idle_s + shared_speed * self.busy_s - prefill_s * self.stalls - prefill_token_s * self.stall_tokens
+        weight = SMOOTH * math.sqrt(self.count)
+        rates, *_ = np.linalg.lstsq(
+            np.vstack([matrix, weight * self._bends]), np.concatenate([self.tokens, np.zeros(len(self._bends))]), rcond=None
+        )
+        return rates, float(np.sqrt(np.mean((matrix @ rates - self.tokens) ** 2)))
+
+
+# ---- trainer --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFit:
+    micro_batch_s: float
+    trajectory_s: float
+    token_s: float
+    step_s: float
+    error: float  # root mean square of a micro-batch's seconds, over their root mean square
+
+
+def fit_trainer(attempts: Sequence[Seen], shared_speed: float) -> TrainerFit:
+    """Raises FitError where there is too little to see."""
+    rows: list[list[float]] = []
+    works: list[float] = []
+    steps: list[float] = []
+    for seen in attempts:
+        rolling = Timeline(joined([(t.started_t, t.end_t) for t in seen.turns]))
+        for batch in seen.batches:
+            rows.append([1.0, float(len(batch.lengths)), float(sum(batch.lengths))])
+            works.append(work_s((batch.started_t, batch.ended_t), rolling, shared_speed))
+        steps += [work_s(span, rolling, shared_speed) for span in seen.steps]
+    if len(rows) < 3 or not steps:
+        raise FitError(f"{len(rows)} micro-batches and {len(steps)} optimizer steps; wanted: at least 3 and 1")
+    matrix, target = np.array(rows), np.array(works)
+    found = nonnegative(matrix, target)
+    error = float(np.sqrt(np.mean((matrix @ found - target) ** 2) / np.mean(target**2)))
+    return TrainerFit(float(found[0]), float(found[1]), float(found[2]), statistics.median(steps), error)
+
+
+def work_s(span: Span, others: Timeline, shared_speed: float) -> float:
+    """What it would have taken alone."""
+    return sum((end - start) * (shared_speed if active else 1.0) for start, end, active in others.pieces(*span))
+
+
+def nonnegative(matrix: Array, target: Array) -> Array:
+    """Least squares without negative coefficients: the most negative is left out until none is."""
+    kept = list(range(matrix.shape[1]))
+    while kept:
+        solution, *_ = np.linalg.lstsq(matrix[:, kept], target, rcond=None)
+        if solution.min() >= 0:
+            break
+        del kept[int(solution.argmin())]
+    out = np.zeros(matrix.shape[1])
+    if kept:
+        out[kept] = solution
+    return out
+
+
+# ---- the profile ----------------------------------------------------------------------------------------------------
+
+
+def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | None) -> tuple[dict[str, Any], dict[str, float]]:
+    """`hardware` as a config has it, and how well it fits. `cores`: what engines and trainer share, or None.
+
+    Raises FitError."""
+    engine = fit_engine(attempts, cores is not None)
+    trainer = fit_trainer(attempts, engine.shared_speed)
+    idle_groups = [_arrival_s(seen) for seen in attempts]
+    message_s = _median([s for seen in attempts for s in seen.confirm_s])
+    waits = sorted(t.first_t - t.started_t for seen in attempts for t in seen.turns)
+    request_s = max(waits[len(waits) // 20] - engine.prefill_s - engine.step_s[0] / 2, 0.0) / 2
+    tree: dict[str, Any] = {
+        "name": name,
+        "source": source,
+        "calibrated": True,
+        "engine": {
+            "decode_step_s": [[n, _short(s)] for n, s in zip(engine.knots, engine.step_s)],
+            "prefill_s": _short(engine.prefill_s),
+            "prefill_token_s": _short(engine.prefill_token_s),
+        },
+        "trainer": {
+            "micro_batch_s": _short(trainer.micro_batch_s),
+            "trajectory_s": _short(trainer.trajectory_s),
+            "token_s": _short(trainer.token_s),
+            "step_s": _short(trainer.step_s),
+        },
+        "message_s": _short(message_s),
+        "request_s": _short(request_s),
+        "reward_s": _short(_median([s for seen in attempts for s in seen.reward_s])),
+        "group_s": _short(max(_median([s for waits in idle_groups for s in waits]) - message_s, 0.0)),
+        "publish_s": _short(max(_median([s for seen in attempts for s in seen.publish_s]) - message_s, 0.0)),
+        "draw_s": _short(_median([s for seen in attempts for s in seen.draw_s])),
+        "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
+    }
+    if cores is not None and engine.shared_speed < 0.999:
+        # Who computes gets cores / demand; a training rank is one thread, the rest of the demand is the engine's.
+        trainer_cores = 1.0
+        tree["host"] = {
+            "cores": cores,
+            "engine_cores": _short(max(cores / engine.shared_speed - trainer_cores, 0.1)),
+            "trainer_cores": trainer_cores,
+        }
+    return tree, {"engine": engine.error, "trainer": trainer.error, "shared speed": engine.shared_speed}
+
+
+def _arrival_s(seen: Seen) -> list[float]:
+    """Of groups that found the trainer listening."""
+    training = Timeline(joined(trained(seen)))
+    free = [end - start for start, end in seen.groups if not training.at(start) and not training.at(end)]
+    return free or [end - start for start, end in seen.groups]
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
