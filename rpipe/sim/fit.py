@@ -20,6 +20,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_TURNS = 30
 SMOOTH = 0.02  # weight of a rate's bend against a token of error
+PREFILLS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
+TOKENS = (0.0, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
 Array = NDArray[np.float64]
 
 
@@ -52,12 +55,18 @@ def fit_engine(attempts: Sequence[Seen], sharing: bool) -> EngineFit:
     rows = _Rows([t for seen in attempts for t in _turns(seen)])
     if rows.count < LEAST_TURNS:
         raise FitError(f"{rows.count} responses of several tokens; wanted: at least {LEAST_TURNS}")
-    prefill_s, token_s, speed = 0.01, 1e-4, 0.85 if sharing and rows.busy_s.any() else 1.0
-    for _ in range(4):
-        prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], 0.0, 0.2)  # noqa: B023
-        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], 0.0, 0.01)  # noqa: B023
-        if speed < 1.0:
-            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], 0.3, 1.0)  # noqa: B023
+    speeds = [0.5 + 0.05 * i for i in range(11)] if sharing and rows.shares else [1.0]
+    prefill_s, token_s, speed = min(product(PREFILLS, TOKENS, speeds), key=lambda at: rows.solve(*at)[1])
+    widths = [0.02, 3e-4, 0.05]
+    for _ in range(12):  # down from the grid's best, one at a time, in ever smaller steps
+        at, w = prefill_s, widths[0]
+        prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], max(at - w, 0.0), at + w)  # noqa: B023
+        at, w = token_s, widths[1]
+        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], max(at - w, 0.0), at + w)  # noqa: B023
+        if len(speeds) > 1:
+            at, w = speed, widths[2]
+            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], max(at - w, 0.3), min(at + w, 1.0))  # noqa: B023
+        widths = [0.7 * w for w in widths]
     rates, error_tokens = rows.solve(prefill_s, token_s, speed)
     steps = np.maximum.accumulate(1 / np.maximum(rates, 1e-6))  # a larger batch never takes a shorter step
     return EngineFit(
@@ -70,7 +79,7 @@ def fit_engine(attempts: Sequence[Seen], sharing: bool) -> EngineFit:
     )
 
 
-def least(error: Callable[[float], float], low: float, high: float, rounds: int = 18) -> float:
+def least(error: Callable[[float], float], low: float, high: float, rounds: int = 14) -> float:
     """Golden section: where `error` is least."""
     ratio = (math.sqrt(5) - 1) / 2
     a, b = high - ratio * (high - low), low + ratio * (high - low)
@@ -153,11 +162,13 @@ class _Rows:
             self.knots = (*self.knots, most)
         self.tokens: Array = np.array([s.tokens - 1 for s in stretches], np.float64)
         self.scale = float(np.sqrt(np.mean(self.tokens**2))) if self.count else 1.0
-        self.idle_s = self._spread([s.idle_s for s in stretches])
-        self.busy_s = self._spread([s.busy_s for s in stretches])
-        self.stalls = self._spread([s.stalls for s in stretches])
-        self.stall_tokens = self._spread([s.stall_tokens for s in stretches])
-        self._bends = self._second_differences()
+        parts = [self._spread([getattr(s, name) for s in stretches]) for name in ("idle_s", "busy_s", "stalls", "stall_tokens")]
+        self.shares = bool(parts[1].any())
+        # Normal equations of every pair of parts, so that a guess costs no pass over the rows.
+        self._pairs = np.array([[a.T @ b for b in parts] for a in parts])
+        self._products = np.array([a.T @ self.tokens for a in parts])
+        bends = self._second_differences()
+        self._smooth: Array = SMOOTH**2 * self.count * bends.T @ bends
 
     def _spread(self, rows: list[dict[int, float]]) -> Array:
         """Each amount shared between the two knots around its count."""
@@ -183,12 +194,13 @@ class _Rows:
 
     def solve(self, prefill_s: float, prefill_token_s: float, shared_speed: float) -> tuple[Array, float]:
         """Rates at the knots, and the root mean square error in tokens."""
-        matrix = self.idle_s + shared_speed * self.busy_s - prefill_s * self.stalls - prefill_token_s * self.stall_tokens
-        weight = SMOOTH * math.sqrt(self.count)
-        rates, *_ = np.linalg.lstsq(
-            np.vstack([matrix, weight * self._bends]), np.concatenate([self.tokens, np.zeros(len(self._bends))]), rcond=None
-        )
-        return rates, float(np.sqrt(np.mean((matrix @ rates - self.tokens) ** 2)))
+        weights = np.array([1.0, shared_speed, -prefill_s, -prefill_token_s])
+        square = np.einsum("a,b,abij->ij", weights, weights, self._pairs)
+        aimed = weights @ self._products
+        rates = np.linalg.lstsq(square + self._smooth, aimed, rcond=None)[0]
+        squared = float(rates @ square @ rates - 2 * rates @ aimed + self.tokens @ self.tokens)
+        impossible = 1e3 * float(np.sum(np.minimum(rates, 0.0) ** 2))  # nothing loses tokens
+        return rates, math.sqrt(max(squared, 0.0) / max(self.count, 1)) + impossible
 
 
 # ---- trainer --------------------------------------------------------------------------------------------------------

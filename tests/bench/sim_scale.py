@@ -51,9 +51,8 @@ def main() -> int:
     parser.add_argument("--largest", type=int, default=1024, help="engines")
     asked = parser.parse_args()
     points: list[tuple[float, float]] = []
-    print(
-        f"{'engines':>8}{'trajectories':>14}{'events':>10}{'simulated s':>13}{'wall s':>9}{'CPU s':>8}{'CPU us a trajectory':>21}"
-    )
+    heads = ("engines", "trajectories", "events", "simulated s", "wall s", "CPU s", "CPU us a trajectory")
+    print("".join(f"{head:>{width}}" for head, width in zip(heads, (8, 14, 10, 13, 9, 8, 21))))
     with tempfile.TemporaryDirectory() as folder:
         size(16, Path(folder))  # imports and caches
         for engines in (asked.largest // 8, asked.largest // 4, asked.largest // 2, asked.largest):
