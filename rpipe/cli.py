@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("report", help="tables of one or more run directories (--json for machines)", add_help=False)
     commands.add_parser("simulate", help="run the job's config on a virtual clock: what would it take?", add_help=False)
     commands.add_parser("calibrate", help="fit what rpipe simulate knows of the hardware to real runs", add_help=False)
+    commands.add_parser("plan", help="which split and layout of N accelerators to ask for, by simulation", add_help=False)
     commands.add_parser("doctor", help="what this machine has, and what to do about the rest", add_help=False)
     commands.add_parser("version", help="print the version")
     return top
@@ -50,6 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rpipe.calibrate import main as calibrate
 
         return calibrate(words[1:])
+    if words[:1] == ["plan"]:
+        from rpipe.plan import main as plan
+
+        return plan(words[1:])
     if words[:1] == ["doctor"]:
         from rpipe.doctor import main as doctor
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
-from rpipe.config_simulation import Hardware
-from rpipe.sim.costs import hardware_of
+from rpipe.sim.costs import described, hardware_of
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.run import Result, simulate
 
@@ -58,11 +57,6 @@ def main(argv: Sequence[str], report: Callable[[Path], str]) -> int:
     print(told(result))
     print(f"run dir: {run_dir}   (rpipe report {run_dir})")
     return 0
-
-
-def described(hardware: Hardware) -> str:
-    calibrated = "calibrated" if hardware.calibrated else "UNCALIBRATED"
-    return f"{hardware.name} ({calibrated}: {hardware.source})"
 
 
 def told(result: Result) -> str:

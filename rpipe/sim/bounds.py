@@ -4,7 +4,7 @@
 need not be simulated (tests/sim/test_plan.py holds every simulated plan against its bound). Lengths are the workload's own.
 
     rollout    the engines' tokens at the best batch size there is, or the longest response alone
-    first      the U-th group to be complete, were each group's longest response alone
+    first      the first group to be complete, were each group's longest response alone
     training   every token's linear cost on the replicas, and the steps' ends
     iteration  serial: rollout + training; streaming: the longer of rollout + the last step's end, and first + training
 
@@ -63,7 +63,7 @@ class Bounds:
         self._convex = speculation is None and (measured or shape_of(config).experts == 1)
         self._costs: dict[int, EngineCosts] = {}
         self._per_token: dict[int, list[float]] = {}  # by tp: at most n run, n from 1
-        self._longest: dict[int, tuple[float, float]] = {}  # by tp: all of it, until the U-th group
+        self._longest: dict[int, tuple[float, float]] = {}  # by tp: the longest response, the first group
         self._training: dict[Trainer, tuple[float, float]] = {}
 
     def iteration_s(self, plan: Plan) -> float:
@@ -126,7 +126,7 @@ class Bounds:
                 max((n - 1) * self._step_s(costs, 1, g.prompt_tokens + n / 2) for n in g.output_tokens)
                 for g in self.work.groups
             )
-            self._longest[engines.tp] = (ends[-1], ends[min(self.config.groups_per_step, len(ends)) - 1])
+            self._longest[engines.tp] = (ends[-1], ends[0])
         return self._longest[engines.tp]
 
 

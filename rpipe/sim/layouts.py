@@ -91,6 +91,17 @@ class Space:
     def of(self, plan: Plan) -> Config:
         return with_plan(self.config, plan)
 
+    def refusal(self, plan: Plan) -> str:
+        """Why this plan cannot run; empty if it can."""
+        engines, trainer = plan.engines, plan.trainer
+        reason = _engine_refusal(self, engines)
+        if reason:
+            return f"engine.tp = {engines.tp} {reason}"
+        reason = _trainer_refusal(self, trainer)
+        if reason or _seats(self.accelerators, self.node, engines, trainer.tp):
+            return f"the trainer {reason}" if reason else ""
+        return "an engine or a tensor-parallel group would lie on two nodes"
+
     def engine_memory(self, engines: Engines) -> EngineMemory | None:
         if hardware_of(self.config).engine is not None:
             return None
@@ -126,6 +137,35 @@ def _most(pruned: Counter[str], what: str) -> str:
     kind = {"engines": "engines:", "a trainer": "trainer:", "": ""}[what]
     named = [(reason, n) for reason, n in pruned.most_common() if reason.startswith(kind)]
     return "; ".join(f"{reason.removeprefix(kind).strip()} ({n})" for reason, n in named[:3])
+
+
+def plan_of(config: Config) -> Plan:
+    """The config's own choices."""
+    c, t = config.cluster, config.training
+    recompute = getattr(t, "recompute", "none") == "full"
+    trainer = Trainer(c.training_ranks, t.tp, t.pp, t.cp, getattr(t, "ep", 1), recompute)
+    width = None if config.admission.policy == "fifo" else getattr(config, "frontier_groups", config.admission.frontier_groups)
+    return Plan(Engines(c.rollout_ranks, config.engine.tp), trainer, width)
+
+
+def keys_of(plan: Plan) -> dict[str, int | str]:
+    """The plan as a run file has it."""
+    engines, trainer = plan.engines, plan.trainer
+    keys: dict[str, int | str] = {
+        "cluster.rollout_ranks": engines.ranks,
+        "cluster.training_ranks": trainer.ranks,
+        "engine.tp": engines.tp,
+        "training.tp": trainer.tp,
+        "training.pp": trainer.pp,
+        "training.cp": trainer.cp,
+    }
+    if _knows("ep"):
+        keys["training.ep"] = trainer.ep
+    if _knows("recompute"):
+        keys["training.recompute"] = "full" if trainer.recompute else "none"
+    if plan.frontier_groups is not None:
+        keys["admission.frontier_groups"] = plan.frontier_groups
+    return keys
 
 
 def with_plan(config: Config, plan: Plan) -> Config:
@@ -274,8 +314,11 @@ def _trainer_refusal(space: Space, trainer: Trainer) -> str:
     if reason:
         return reason
     memory = trainer_memory(config, shape)
-    if memory.total > accelerator.memory_bytes * (1 - HEADROOM):
-        return f"needs more than {1 - HEADROOM:.0%} of an accelerator's {accelerator.memory_bytes / 1e9:.0f} GB"
+    room = accelerator.memory_bytes * (1 - HEADROOM)
+    if memory.total - memory.activations > room:
+        return f"weights, gradients and optimizer do not fit into {room / 1e9:.0f} GB"
+    if memory.total > room:
+        return f"a micro-batch's activations do not fit beside the weights into {room / 1e9:.0f} GB"
     space.memory[trainer] = memory
     return ""
 

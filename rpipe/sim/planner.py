@@ -21,7 +21,7 @@ from rpipe.core import events as e
 from rpipe.sim.bounds import Bounds, estimated_s, work_of
 from rpipe.sim.costs import hardware_of, publish_s, trainer_costs
 from rpipe.sim.job import SimulatedJob
-from rpipe.sim.layouts import Engines, Plan, Space, Trainer, space_of
+from rpipe.sim.layouts import Engines, Plan, Space, Trainer, plan_of, space_of
 from rpipe.sim.run import simulate
 from rpipe.sim.workload import Source, source_of
 
@@ -43,6 +43,7 @@ class Figures:
     train_busy_s: float
     first_dispatch_s: float
     publish_s: float
+    generated_tokens: float
 
     @property
     def waiting_s(self) -> float:
@@ -55,6 +56,8 @@ class Found:
     """`best` first; `bound_s`: no plan that could run is shorter in the first iteration. `pruned`: why, how many."""
 
     best: list[tuple[Plan, Figures]]
+    own: tuple[Plan, Figures] | None  # the config's own choices, where they are of so many accelerators and could run
+    cut: float  # share of the tokens that rollout.trajectory_deadline_s would cut from the best plan; it planned without
     bound_s: float
     space: Space
     pruned: Counter[str]
@@ -95,6 +98,7 @@ class Judge:
                 train_busy_s=mean("train_busy_s"),
                 first_dispatch_s=mean("first_dispatch_s"),
                 publish_s=published,
+                generated_tokens=mean("generated_tokens"),
             )
         return self._figures[plan, iterations]
 
@@ -132,21 +136,25 @@ def plan(config: Config, accelerators: int, iterations: int = 3, watch: Watch | 
     """`watch` is called after every simulation that may take a while."""
     judge = Judge(config, accelerators, iterations)
     watch = watch or (lambda judge: None)
-    pruned = Counter(judge.space.pruned)
-    estimates = _estimates(judge, pruned, watch)
+    fates: dict[Plan, str] = {}
+    estimates = _estimates(judge, fates, watch)
     chosen = _spread(sorted(estimates, key=lambda p: (estimates[p], p)))
-    pruned["search: behind in the simulated rollouts"] += len(estimates) - len(chosen)
+    fates.update(dict.fromkeys(estimates.keys() - set(chosen), "search: behind in the simulated rollouts"))
     for candidate in chosen:
         judge.whole(candidate, 1)
         watch(judge)
     chosen.sort(key=lambda p: (judge.whole(p, 1).iteration_s, p))
-    pruned["search: behind in one simulated iteration"] += len(chosen[FINAL:])
+    fates.update(dict.fromkeys(chosen[FINAL:], "search: behind in one simulated iteration"))
     final = _climb(judge, chosen[:FINAL], watch)
+    for candidate, _ in final:
+        fates.pop(candidate, None)
     return Found(
         best=final,
+        own=_own(judge, config),
+        cut=_cut(judge, config, final[0][0]),
         bound_s=min(judge.bounds.iteration_s(p) for p in judge.space.plans()),
         space=judge.space,
-        pruned=pruned,
+        pruned=judge.space.pruned + Counter(fates.values()),
         rollouts=judge.rollouts,
         wholes=judge.wholes,
         iterations=judge.iterations,
@@ -157,6 +165,21 @@ def exhaustive(config: Config, accelerators: int, iterations: int = 3) -> tuple[
     """Every plan that could run, simulated for all iterations; the best first."""
     judge = Judge(config, accelerators, iterations)
     return judge, _ranked(judge, judge.space.plans())
+
+
+def _own(judge: Judge, config: Config) -> tuple[Plan, Figures] | None:
+    own = plan_of(config)
+    if own.engines.ranks + own.trainer.ranks != judge.space.accelerators or judge.space.refusal(own):
+        return None
+    return own, judge.whole(own, judge.iterations)
+
+
+def _cut(judge: Judge, config: Config, best: Plan) -> float:
+    chosen = judge.space.of(best)
+    rollout = chosen.rollout.model_copy(update={"trajectory_deadline_s": config.rollout.trajectory_deadline_s})
+    run = chosen.run.model_copy(update={"iterations": 1})
+    rows = simulate(chosen.model_copy(update={"rollout": rollout, "run": run}), source=judge.source).iterations
+    return max(0.0, 1 - float(rows[0]["generated_tokens"]) / judge.whole(best, 1).generated_tokens)
 
 
 def _ranked(judge: Judge, plans: Iterable[Plan]) -> list[tuple[Plan, Figures]]:
@@ -177,7 +200,7 @@ class _Split:
     bound_s: float
 
 
-def _estimates(judge: Judge, pruned: Counter[str], watch: Watch) -> dict[Plan, float]:
+def _estimates(judge: Judge, fates: dict[Plan, str], watch: Watch) -> dict[Plan, float]:
     """Of every plan whose bound is not too bad. Coarse F_w for all engines, then all F_w of the best engines."""
     space, bounds = judge.space, judge.bounds
     trainers: dict[Engines, list[Trainer]] = {}
@@ -191,25 +214,26 @@ def _estimates(judge: Judge, pruned: Counter[str], watch: Watch) -> dict[Plan, f
     splits.sort(key=lambda s: (s.bound_s, s.plans[0]))
     coarse = set(space.widths[-1::-COARSE])
     estimates: dict[Plan, float] = {}
-    best_s = _walk(judge, [s for s in splits if s.width in coarse], estimates, float("inf"), pruned, watch)
+    best_s = _walk(judge, [s for s in splits if s.width in coarse], estimates, float("inf"), fates, watch)
     by_engines: dict[Engines, float] = {}
     for candidate, seconds in estimates.items():
         by_engines[candidate.engines] = min(seconds, by_engines.get(candidate.engines, seconds))
     refined = set(sorted(by_engines, key=lambda engines: (by_engines[engines], engines))[:REFINED])
     rest = [s for s in splits if s.width not in coarse]
-    _walk(judge, [s for s in rest if s.engines in refined], estimates, best_s, pruned, watch)
-    seen = [s for s in rest if s.engines not in refined]
-    pruned["search: other F_w of engines that were behind"] += sum(len(s.plans) for s in seen)
+    _walk(judge, [s for s in rest if s.engines in refined], estimates, best_s, fates, watch)
+    for split in rest:
+        if split.engines not in refined:
+            fates.update(dict.fromkeys(split.plans, "search: other F_w of engines that were behind"))
     return estimates
 
 
 def _walk(
-    judge: Judge, splits: list[_Split], estimates: dict[Plan, float], best_s: float, pruned: Counter[str], watch: Watch
+    judge: Judge, splits: list[_Split], estimates: dict[Plan, float], best_s: float, fates: dict[Plan, str], watch: Watch
 ) -> float:
     """Best bound first, until the bounds are behind what was found. Returns the best estimate."""
     for split in splits:
         near = [p for p in split.plans if judge.bounds.iteration_s(p) <= MARGIN * best_s]
-        pruned["search: cannot beat the best by its bound"] += len(split.plans) - len(near)
+        fates.update(dict.fromkeys(set(split.plans).difference(near), "search: cannot beat the best by its bound"))
         for candidate in near:
             estimates[candidate] = judge.estimate_s(candidate)
             best_s = min(best_s, estimates[candidate])

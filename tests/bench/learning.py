@@ -25,9 +25,7 @@ def main() -> int:
     parser.add_argument("--shuffled", action="store_true")
     arguments = parser.parse_args()
     control = ["reward.shuffle=true"] if arguments.shuffled else []
-    print(
-        f"{arguments.config}{' with shuffled rewards' if control else ''}: mean held-out reward at temperature 1"
-    )
+    print(f"{arguments.config}{' with shuffled rewards' if control else ''}: mean held-out reward at temperature 1")
     print(f"{'seed':>4} {'before':>7} {'after':>7} {'rise':>7} {'prompts':>7} {'wall s':>7}")
     good = True
     with tempfile.TemporaryDirectory() as folder:

@@ -50,9 +50,7 @@ def test_plain_lines_are_one_an_iteration_however_many_updates():
         progress.update(replace(ROLLOUT, groups_trained=trained))
     progress.update(replace(ROLLOUT, phase="publishing"))
     progress.update(replace(ROLLOUT, iteration=4, groups_trained=0, elapsed_s=99.0))
-    assert out.getvalue() == (
-        "iteration 3 done (4 of 20), reward 0.531, held-out 0.480, 1,234 tokens/s, 1:23\n"
-    )
+    assert out.getvalue() == ("iteration 3 done (4 of 20), reward 0.531, held-out 0.480, 1,234 tokens/s, 1:23\n")
 
 
 def test_a_long_iteration_says_something_every_thirty_seconds():
