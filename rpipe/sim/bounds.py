@@ -132,8 +132,7 @@ class Bounds:
 
 def _hard(config: Config) -> bool:
     """Whether at most F_w groups are in service."""
-    a = config.admission
-    return a.policy == "frontier" and getattr(a, "backfill", "none") == "none"
+    return config.admission.policy == "frontier"
 
 
 # ---- an estimate ----------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def plan_of(config: Config) -> Plan:
     c, t = config.cluster, config.training
     recompute = getattr(t, "recompute", "none") == "full"
     trainer = Trainer(c.training_ranks, t.tp, t.pp, t.cp, getattr(t, "ep", 1), recompute)
-    width = None if config.admission.policy == "fifo" else getattr(config, "frontier_groups", config.admission.frontier_groups)
+    width = None if config.admission.policy == "fifo" else config.frontier_groups
     return Plan(Engines(c.rollout_ranks, config.engine.tp), trainer, width)
 
 
