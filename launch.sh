@@ -222,7 +222,7 @@ run_tests() {
     lint-imports || failed="$failed lint-imports"
     if [ -n "$failed" ]; then say "failed before any test:$failed"; exit 1; fi
     local -a folders=()
-    for name in unit property replay sim job slurm; do
+    for name in unit property replay sim browser job slurm; do
         if compgen -G "tests/$name/**/test_*.py" >/dev/null || compgen -G "tests/$name/test_*.py" >/dev/null; then
             folders+=("tests/$name")
         fi

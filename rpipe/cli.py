@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("simulate", help="run the job's config on a virtual clock: what would it take?", add_help=False)
     commands.add_parser("calibrate", help="fit what rpipe simulate knows of the hardware to real runs", add_help=False)
     commands.add_parser("plan", help="which split and layout of N accelerators to ask for, by simulation", add_help=False)
+    commands.add_parser("story", help="what touched one trajectory (12.5), group (12) or step (s7) of a run", add_help=False)
     commands.add_parser("doctor", help="what this machine has, and what to do about the rest", add_help=False)
     commands.add_parser("version", help="print the version")
     return top
@@ -55,6 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from rpipe.plan import main as plan
 
         return plan(words[1:])
+    if words[:1] == ["story"]:
+        from rpipe.story import main as story
+
+        return story(words[1:])
     if words[:1] == ["doctor"]:
         from rpipe.doctor import main as doctor
 

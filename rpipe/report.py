@@ -44,6 +44,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
 NARROW = {"iteration", "rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s", "waiting_ratio_busy", "steps"}
 NARROW |= {"reward_mean", "logprob_gap_mean"}  # the columns of a terminal that has no room for all
 ALL_COLUMNS_WIDTH = 116
+HTML_HELP = "also write a page to look around in (default RUN/report.html); with two runs, both side by side"
 COMPARED = (*(key for key, _, _ in COLUMNS[1:]),)
 
 
@@ -54,16 +55,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print all figures as JSON")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="also write one row an iteration")
     parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw one iteration: engines, trainer, publish")
+    parser.add_argument("--html", type=Path, nargs="?", const=Path(), metavar="FILE", help=HTML_HELP)
+    parser.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--iteration", type=int, metavar="N", help="which one to draw (default: the last complete one)")
     asked = parser.parse_args(list(argv))
     try:
-        if len(asked.runs) > 1 and (asked.json or asked.csv or asked.timeline):
-            raise RunError("--json, --csv and --timeline want one run")
+        if len(asked.runs) > 1 and (asked.json or asked.csv or asked.timeline or asked.trace):
+            raise RunError("--json, --csv, --timeline and --trace want one run")
         if asked.iteration is not None and not asked.timeline:
             raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
         reports = [report(run, _name(run)) for run in asked.runs]
         if asked.csv:
             _write_csv(asked.csv, reports[0])
+        if asked.trace:
+            from rpipe.analysis import trace
+
+            print(f"wrote {asked.trace}: {trace.write(asked.runs[0], asked.trace):,} events", file=sys.stderr)
+        if asked.html is not None:
+            _write_page(asked.html, asked.runs)
         if asked.timeline:
             from rpipe.analysis.picture import draw  # matplotlib takes a second to import
 
@@ -210,6 +219,20 @@ def _side_by_side(reports: list[Report]) -> Table:
         table.add_row(key, *(_f(told["run"]["medians"].get(key), specs[key]) for told in reports))
     table.add_row("tokens_per_s", *(_f(told["run"]["tokens_per_s"], ",.0f") for told in reports))
     return table
+
+
+def _write_page(target: Path, runs: Sequence[Path]) -> None:
+    """`target` "." stands for RUN/report.html, where one run is given."""
+    from rpipe.analysis import page, page_data
+
+    if len(runs) > 2:
+        raise RunError("--html shows one run, or two side by side")
+    if target == Path():
+        if len(runs) > 1:
+            raise RunError("--html wants a FILE where two runs are compared")
+        target = runs[0] / "report.html"
+    page.write(target, [page_data.of_run(run, _name(run)) for run in runs])
+    print(f"wrote {target}", file=sys.stderr)
 
 
 def _write_csv(path: Path, told: Report) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rpipe.analysis.history import AttemptSpan, Work
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.problems import problems
 from rpipe.analysis.run import Record, RunError, attempts, failure, read
+from rpipe.analysis.spans import Detail
 
 Report = dict[str, Any]
 
@@ -47,6 +48,7 @@ class _Pass:
     collector: Collector = field(default_factory=Collector)
     diagnoses: dict[int, Diagnosis] = field(default_factory=dict)
     work: dict[int, Work] = field(default_factory=dict)
+    see: Callable[[Detail], None] | None = None
 
     def read(self) -> Attempt:
         attempt = Attempt.of(self._records())
@@ -61,18 +63,21 @@ class _Pass:
                 self._add(detail)
             yield record
 
-    def _add(self, detail: Any) -> None:
+    def _add(self, detail: Detail) -> None:
         if detail.purpose != "train":
             return
+        if self.see is not None:
+            self.see(detail)
         self.work[detail.iteration] = Work.of(detail, self.collector.track.ended_t)
         told = diagnose(detail)
         if told is not None:
             self.diagnoses[detail.iteration] = told
 
 
-def summarize(run: Path) -> RunSummary:
-    """Read every attempt of `run`. Raises RunError: not a run dir, no events yet, a damaged line."""
-    passes = [_Pass(directory) for directory in attempts(run)]
+def summarize(run: Path, see: Callable[[Detail], None] | None = None) -> RunSummary:
+    """Read every attempt of `run`; `see` is shown each training iteration as it closes. Raises RunError: not a run dir, no
+    events yet, a damaged line."""
+    passes = [_Pass(directory, see=see) for directory in attempts(run)]
     told = [one.read() for one in passes]
     if not any(attempt.events for attempt in told):
         raise RunError(f"{run}: no events yet: the job is still starting, or it ended before it began to train")
