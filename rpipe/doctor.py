@@ -21,11 +21,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from rpipe.runtime import mpirun
+from rpipe.policy.links import Link, judge
+from rpipe.policy.seating import Seat
+from rpipe.runtime import allocation, mpirun
 
 State = Literal["ok", "missing", "wrong"]
 PROBE_S = 180.0  # imports on a cold, loaded file system
 SETUP = "./launch.sh setup"
+LINK_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20, "npu": 256 << 20}  # large enough for the bandwidth to count, not the latency
 CPU_MODULES = Path(__file__).with_name("rollout") / "sglang_cpu"  # what SGLang imports and a CPU does not have
 
 
@@ -78,13 +81,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rpipe doctor", description="What this machine has, what it lacks, what to do.")
     parser.add_argument("--json", action="store_true", help="for machines: a list of {name, state, found, todo, needed}")
     parser.add_argument("--engine-python", metavar="PATH", default=sys.executable, help="engine.python; default: this one")
+    parser.add_argument("--links", action="store_true", help="only the links between the nodes of this Slurm allocation")
     asked = parser.parse_args(list(argv))
-    checks = examine(asked.engine_python)
+    checks = check_links() if asked.links else examine(asked.engine_python)
     if asked.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))
     else:
         _print(checks)
-    return 1 if unmet(checks) else 0
+    return 1 if unmet(checks) or (asked.links and any(check.state != "ok" for check in checks)) else 0
 
 
 def unmet(checks: Sequence[Check]) -> list[Check]:
@@ -96,7 +100,7 @@ def examine(engine_python: str) -> list[Check]:
     """All checks, two at a time, in the table's order."""
     tasks: list[Callable[[], list[Check]]] = [
         check_python, check_mpi, check_torch, check_megatron, lambda: check_engine(engine_python),
-        check_apex, check_transformer_engine, check_ascend, check_slurm,
+        check_apex, check_transformer_engine, check_ascend, check_slurm, check_links,
     ]  # fmt: skip
     with ThreadPoolExecutor(2) as pool:
         return [check for found in pool.map(lambda task: task(), tasks) for check in found]
@@ -203,6 +207,58 @@ def check_slurm() -> list[Check]:
         Check("Slurm", "ok", version, needed=False),
         Check("Slurm's MPI plug-ins", "ok" if pmix else "wrong", listed, todo, needed=False),
     ]
+
+
+def check_links() -> list[Check]:
+    """Point to point and all-reduce between the nodes of this allocation; outside of one there is nothing to try."""
+    try:
+        starter = mpirun.find()
+        found = allocation.components() if starter.kind == "srun" else ()
+    except mpirun.LaunchError as error:
+        return [Check("links between nodes", "wrong", str(error), needed=False)]
+    seats = [
+        Seat(0, name, 0, "training" if k else "rollout", 0) for k, component in enumerate(found) for name in component.names
+    ]
+    if len(seats) < 2:
+        return [_optional("links between nodes", "", "tried inside a Slurm allocation of several nodes")]
+    accelerator = installed_for()
+    program = [
+        sys.executable, "-m", "mpi4py", "-m", "rpipe.runtime.linktest", "--ranks", str(len(seats)),
+        "--accelerator", accelerator, "--bytes", str(LINK_BYTES[accelerator]),
+    ]  # fmt: skip
+    command = [*starter.srun, *allocation.Plan(found, seats).srun_words(program)]
+    told, words = probe(command, mpirun.mpi_environment())
+    if told is None:
+        return [Check("links between nodes", "wrong", words, "docs/slurm.md, When hosts do not meet", needed=False)]
+    return link_rows([Link(*link) for link in told["links"]], told["all_reduce_bytes_per_s"], told["backend"])
+
+
+def link_rows(found: Sequence[Link], all_reduce_bytes_per_s: float, backend: str) -> list[Check]:
+    """The measured links as rows; what is slow is named."""
+    verdict = judge(found)
+    slowest = min(found, key=lambda link: link.bytes_per_s)
+    figures = f"median {_rate(verdict.median_bytes_per_s)}, slowest {_rate(slowest.bytes_per_s)}"
+    facts = f"{len(found)} pairs over {backend}: {figures}"
+    slow = [f"node {name}" for name in verdict.slow_nodes]
+    slow += [f"{link.name} ({_rate(link.bytes_per_s)})" for link in verdict.slow_links]
+    todo = "slower than half of the others: look at its cable, port and interface (docs/slurm.md)" if slow else ""
+    return [
+        Check("links between nodes", "wrong" if slow else "ok", "; ".join([facts, *slow]), todo, needed=False),
+        Check("all-reduce", "ok", f"{_rate(all_reduce_bytes_per_s)} on every link", needed=False),
+    ]
+
+
+def installed_for() -> Literal["cpu", "cuda", "npu"]:
+    """The accelerator that launch.sh made this environment for."""
+    try:
+        word = (Path(sys.prefix) / "stamp").read_text().split()[2]
+    except (OSError, IndexError):
+        return "cpu"
+    return word if word in ("cuda", "npu") else "cpu"  # type: ignore[return-value]
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
 
 
 # ---- how ---------------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sb
 
 @dataclass
 class Cluster:
-    """Hosts n1 .. nN with fake GPUs, a controller host "ctl", and a partition "paper" of hosts that exist on paper only.
+    """Hosts n1 .. nN with fake GPUs, a controller host "ctl", and partitions "paper" (GPUs) and "ascend" (NPUs) of hosts that
+    exist on paper only.
 
     `root` should be short: unix sockets live below it. `dies_with_us`: the hosts end with this process, however that ends.
     """
@@ -145,6 +146,13 @@ class Cluster:
 
     def restore(self, host: str) -> None:
         self.run(CONTROLLER, ["ip", "link", "set", host, "up"])
+
+    def slow_down(self, host: str, rate: str) -> None:
+        """What the host sends is held to `rate`, as tc writes it: 100mbit."""
+        self.run(host, ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "256kb", "latency", "400ms"])
+
+    def full_speed(self, host: str) -> None:
+        self.run(host, ["tc", "qdisc", "del", "dev", "eth0", "root"])
 
     def crash(self, host: str) -> None:
         """The host's power fails: its processes end behind a cut link, so its peers get no word. `boot` starts it again."""
@@ -327,7 +335,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=1000
 SlurmdParameters=config_overrides
-GresTypes=gpu
+GresTypes=gpu,npu
 ReturnToService=1
 SlurmdTimeout={c.silent_s}
 SlurmctldTimeout=10
@@ -353,6 +361,8 @@ PartitionName=all Nodes=n[1-{c.hosts}] Default=YES MaxTime=INFINITE GraceTime={G
 PartitionName=urgent Nodes=n[1-{c.hosts}] MaxTime=INFINITE PriorityTier=10 PreemptMode=OFF State=UP
 NodeName=p[1-{c.paper_hosts}] NodeAddr=127.0.0.1 CPUs=128 RealMemory=1000000 Gres=gpu:8 State=CLOUD
 PartitionName=paper Nodes=p[1-{c.paper_hosts}] MaxTime=2-0 State=UP
+NodeName=a[1-{c.paper_hosts}] NodeAddr=127.0.0.1 CPUs=192 RealMemory=1500000 Gres=npu:8 State=CLOUD
+PartitionName=ascend Nodes=a[1-{c.paper_hosts}] MaxTime=2-0 State=UP
 """
 
 
