@@ -42,14 +42,17 @@ class Cluster(Section):
     devices_per_node: Count | None = None  # ranks a node takes; default: what Slurm says, on cpu as few as fit
     interface: str | None = None  # of sockets, gloo, NCCL, HCCL: eth0, or 10.1.0.0/16 where names differ; default: found
     threads_per_rank: Count = 1
+    device_memory_bytes: Count | None = None  # to plan for; default: the device's, on cpu the host's for all ranks
 
 
 class MakeModel(Section):
     """A small random model with a character-level tokenizer, made on the spot."""
 
-    architecture: Literal["qwen3", "qwen2", "llama"] = "qwen3"
+    architecture: Literal["qwen3", "qwen3_moe", "qwen2", "llama"] = "qwen3"
     hidden_size: Count = 128
-    intermediate_size: Count = 384
+    intermediate_size: Count = 384  # qwen3_moe: of each expert
+    experts: Count = 8  # qwen3_moe
+    experts_per_token: Count = 2  # qwen3_moe
     layers: Count = 4
     heads: Count = 4
     kv_heads: Count = 2
@@ -69,14 +72,16 @@ class WarmUp(Section):
 class Model(Section):
     path: str | None = None  # a Hugging Face folder
     make: MakeModel | None = None  # or: make one
+    gguf: str | None = None  # or: a GGUF file, or PACKAGE/FILE of an installed Python package, converted once
+    cache_dir: str | None = None  # where converted models are kept; default: ~/.cache/rpipe/models
     warm_up: WarmUp | None = None
     dtype: Literal["float32", "bfloat16"] | None = None  # default: float32 on cpu, bfloat16 elsewhere
     shape: ModelShape | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
-        if (self.path is None) == (self.make is None):
-            raise ValueError("wants exactly one of path and make")
+        if sum(source is not None for source in (self.path, self.make, self.gguf)) != 1:
+            raise ValueError("wants exactly one of path, make and gguf")
         return self
 
 
@@ -160,11 +165,16 @@ class Pipeline(Section):
 
 
 class Loss(Section):
-    advantage: Literal["grpo", "dr_grpo"] = "grpo"  # dr_grpo: no division by the group's standard deviation
+    # rloo: against the others' mean; dr_grpo: no division by the group's deviation; reinforce_pp: REINFORCE++, in serial mode
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    objective: Literal["ppo_clip", "gspo", "cispo"] = "ppo_clip"  # docs/training.md says what each is
     aggregation: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"  # fixed: Dr.GRPO's constant length
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0)] = 0.28
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # k3 to the reference; 0 keeps no reference
+    # truncated importance sampling: at most so much of p_trainer / p_engine; wants pipeline.old_logprob = pinned
+    importance_cap: Annotated[float, Field(gt=0)] | None = None
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0  # of the divergence to the reference, in the loss; 0 keeps no reference
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
 
 
 class Optimizer(Section):
@@ -178,6 +188,7 @@ class Optimizer(Section):
     epsilon: float = 1e-8
     clip_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     stop_after_skipped_steps: Count = 3  # in a row, for gradients that are not finite
+    offload: bool = False  # moments and float32 weights wait in host memory between steps
 
 
 class Training(Section):
@@ -185,11 +196,18 @@ class Training(Section):
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
+    ep: Count = 1  # experts are cut over so many data-parallel ranks, which then run in lockstep
+    recompute: Literal["none", "full"] = "none"  # full: a layer's activations are computed again in backward
     packing: Literal["group", "global"] = "group"  # group: micro-batches never span groups
     micro_batch_tokens: Count = 8192
     logprob_chunk_tokens: Count = 1024
     loss: Loss = Loss()
     optimizer: Optimizer = Optimizer()
+
+    @property
+    def lockstep_ranks(self) -> int:
+        """Ranks that must run equal counts of micro-batches."""
+        return self.tp * self.pp * self.cp * self.ep
 
 
 class Channel(Section):
@@ -239,8 +257,8 @@ class Config(Section):
 
     @property
     def replicas(self) -> int:
-        """Data-parallel replicas of the trainer."""
-        return self.cluster.training_ranks // (self.training.tp * self.training.pp * self.training.cp)
+        """Lockstep domains of the trainer: data-parallel replicas, `training.ep` of them together where experts are cut."""
+        return self.cluster.training_ranks // self.training.lockstep_ranks
 
     @property
     def groups_per_step(self) -> int:

@@ -30,12 +30,15 @@ def problems(c: Config) -> list[str]:
         )
     if found:
         return found  # the figures below are meaningless then
-    lockstep = c.training.tp * c.training.pp * c.training.cp
-    if c.cluster.training_ranks % lockstep:
+    t = c.training
+    if c.cluster.training_ranks % t.lockstep_ranks:
+        ep, factor = (" x ep", f" x {t.ep}") if t.ep > 1 else ("", "")
         found.append(
-            f"cluster.training_ranks = {c.cluster.training_ranks} is not tp x pp x cp x dp ="
-            f" {c.training.tp} x {c.training.pp} x {c.training.cp} x dp; wanted: a multiple of {lockstep}"
+            f"cluster.training_ranks = {c.cluster.training_ranks} is not tp x pp x cp{ep} x dp ="
+            f" {t.tp} x {t.pp} x {t.cp}{factor} x dp; wanted: a multiple of {t.lockstep_ranks}"
         )
+    if t.ep > 1 and t.cp > 1:
+        found.append(f"training.ep = {t.ep} and cp = {t.cp}: experts are cut over data-parallel ranks; wanted: one of them 1")
     if c.cluster.rollout_ranks % c.engine.tp:
         found.append(
             f"cluster.rollout_ranks = {c.cluster.rollout_ranks} does not hold whole engines of engine.tp = {c.engine.tp}"
@@ -54,14 +57,33 @@ def problems(c: Config) -> list[str]:
             f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"
             f" wanted: gloo or {wants}"
         )
-    return [*found, *_not_built(c), *_without_effect(c)]
+    return [*found, *_losses(c), *_not_built(c), *_without_effect(c)]
+
+
+def _losses(c: Config) -> list[str]:
+    loss = c.training.loss
+    found: list[str] = []
+    if loss.importance_cap is not None and c.pipeline.old_logprob != "pinned":
+        found.append(
+            f"training.loss.importance_cap = {loss.importance_cap:g} wants pipeline.old_logprob = pinned (with the engine's"
+            " log-probs the ratio already holds what it would correct)"
+        )
+    if loss.advantage == "reinforce_pp" and c.pipeline.mode != "serial":
+        found.append(
+            f"training.loss.advantage = reinforce_pp is whitened over a step's trajectories, which are not all known while"
+            f" pipeline.mode = {c.pipeline.mode} streams; wanted: pipeline.mode = serial, or rloo, grpo, dr_grpo"
+        )
+    if loss.objective == "gspo" and c.training.cp > 1:
+        found.append(f"training.loss.objective = gspo wants whole sequences on a rank, not training.cp = {c.training.cp}")
+    if loss.objective == "gspo" and loss.aggregation == "token_mean":
+        found.append("training.loss.objective = gspo counts sequences; wanted: loss.aggregation = sequence_mean or fixed")
+    if c.training.optimizer.offload and c.cluster.accelerator == "cpu":
+        found.append("training.optimizer.offload: on a CPU the optimizer is in host memory already; wanted: false")
+    return found
 
 
 def _not_built(c: Config) -> list[str]:
     found: list[str] = []
-    for key in ("pp", "cp"):
-        if getattr(c.training, key) > 1:
-            found.append(f"training.{key} = {getattr(c.training, key)}: not built yet; wanted: 1")
     if c.engine.kind == "scripted" and c.engine.tp > 1:
         found.append(f"engine.tp = {c.engine.tp}: a scripted engine is one wide; wanted: 1")
     return found

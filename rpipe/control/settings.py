@@ -52,7 +52,7 @@ def training_settings(config: Config) -> TrainingSettings:
         span_groups=config.training.packing == "global",
         groups_per_step=config.groups_per_step,
         replicas=config.replicas,
-        micro_batch_tokens=config.training.micro_batch_tokens,
+        micro_batch_tokens=config.training.micro_batch_tokens * config.training.ep,  # shared by so many data-parallel peers
         iterations=config.run.iterations,
         checkpoint_every_iterations=config.run.checkpoint_every_iterations,
         stop_after_skipped_steps=config.training.optimizer.stop_after_skipped_steps,

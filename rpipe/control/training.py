@@ -125,6 +125,11 @@ class TrainingCoordinator:
                 return self._stop_requested(event)
         return self._advance()
 
+    @property
+    def step_groups(self) -> tuple[GroupId, ...]:
+        """Whose trajectories the present step has taken in; in serial mode all of its groups, from its begin."""
+        return tuple(self._step.groups) if self._step is not None else ()
+
     def waiting_for(self) -> str:
         """What training waits for, in the user's words; empty while it works."""
         if self._step is not None and (self._step.finishing or any(self._step.held)):

@@ -1,7 +1,7 @@
 """How does a run without a model get one?
 
-A small random Qwen3, Qwen2 or Llama with a tokenizer of 128 characters, in a folder as transformers writes it. The same
-settings and seed give the same bytes. It is written aside and renamed, so a folder that exists is complete.
+A small random Qwen3 (dense or with experts), Qwen2 or Llama with a tokenizer of 128 characters, in a folder as transformers
+writes it. The same settings and seed give the same bytes. It is written aside and renamed: a folder that exists is complete.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ def _check(make: config.MakeModel) -> None:
         raise DataError(f"model.make.heads = {make.heads} is not a multiple of model.make.kv_heads = {make.kv_heads}")
     if make.head_dim % 2:
         raise DataError(f"model.make.head_dim = {make.head_dim}; wanted: an even number (rotary positions)")
+    if make.architecture == "qwen3_moe" and not 1 < make.experts_per_token <= make.experts:
+        raise DataError(
+            f"model.make.experts_per_token = {make.experts_per_token}; wanted: 2 to model.make.experts = {make.experts}"
+        )
     if make.architecture == "qwen2" and make.heads * make.head_dim != make.hidden_size:
         raise DataError(
             f"model.make: qwen2 has no head_dim of its own: heads x head_dim = {make.heads} x {make.head_dim};"
@@ -112,17 +116,34 @@ def _tokenizer(make: config.MakeModel) -> Any:
 
 def _random_weights(make: config.MakeModel, vocabulary: int, eos_id: int, pad_id: int, seed: int) -> Any:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     shapes: dict[str, Any] = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }
     settings, model = shapes[make.architecture]
-    head_dim = {} if make.architecture == "qwen2" else {"head_dim": make.head_dim}
+    own: dict[str, Any] = {} if make.architecture == "qwen2" else {"head_dim": make.head_dim}
+    if make.architecture == "qwen3_moe":
+        own.update(
+            num_experts=make.experts,
+            num_experts_per_tok=make.experts_per_token,
+            moe_intermediate_size=make.intermediate_size,
+            norm_topk_prob=True,
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = model(
@@ -141,7 +162,7 @@ def _random_weights(make: config.MakeModel, vocabulary: int, eos_id: int, pad_id
                 eos_token_id=eos_id,
                 pad_token_id=pad_id,
                 dtype="float32",
-                **head_dim,
+                **own,
             )
         )
     made.generation_config.eos_token_id = eos_id

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
 from rpipe.core.types import Prompt
+from rpipe.data import gguf_model
 from rpipe.data.entry import DataError
 from rpipe.data.make_model import load_tokenizer, make_model
 from rpipe.data.order import Order
@@ -35,6 +37,7 @@ from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.scalars import Scalars
 from rpipe.runtime.side_group import serve_store
 from rpipe.runtime.world import World, WorldError, quiet_barrier
+from rpipe.training import memory
 from rpipe.training.hf import Shape, read_shape
 
 PARK_S = 0.005
@@ -56,8 +59,10 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
 
 async def coordinate(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox, watch: Watch) -> str:
     """The coordinator's rank: model and prompts, the channel, then the loop."""
-    watch.say("reading the model and the prompts" if config.model.make is None else "making the model, reading the prompts")
+    watch.say("reading the model and the prompts" if config.model.path is not None else "making the model, reading the prompts")
     data = load(config, run_dir)
+    for line in fits(config, read_shape(run_dir.model_of(config)), world.hosts):
+        watch.say(line)
     quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
     store = serve_store(world.address(config.cluster.interface), config.limits.start_s)
     where = world.comm.bcast((store.host, store.port))
@@ -101,6 +106,8 @@ def load(config: Config, run_dir: RunDir) -> RolloutData:
     """Model folder, tokenizer and prompts, checked against each other; raises DataError before anything is started."""
     if config.model.make is not None:
         make_model(config.model.make, run_dir.model, config.run.seed)
+    elif config.model.gguf is not None:
+        gguf_model.convert(config.model)
     folder = run_dir.model_of(config)
     tokenizer = load_tokenizer(folder)
     train, held_out = load_data(config.data, tokenizer, Path.cwd())
@@ -141,6 +148,16 @@ def check(config: Config, shape: Shape, prompts: list[Prompt]) -> None:
             f"{longest.prompt_id}: its {len(longest.token_ids)} tokens and rollout.max_new_tokens ="
             f" {config.rollout.max_new_tokens} exceed the context of {context} tokens"
         )
+
+
+def fits(config: Config, shape: Shape, hosts: Sequence[str]) -> list[str]:
+    """The plan of what each role's ranks will hold. Raises DataError where that is more than there is."""
+    found = memory.needs(config, shape)
+    there = config.cluster.device_memory_bytes or devices.memory_bytes(config.cluster.accelerator)
+    why = memory.problem(config, found, there, hosts)
+    if why:
+        raise DataError(why)
+    return [need.line() for need in found]
 
 
 def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:

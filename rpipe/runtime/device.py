@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import resource
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -65,6 +66,28 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device finished what it was given."""
     if device.type != "cpu":
         _module(device.type).synchronize(device)
+
+
+def memory_bytes(accelerator: Accelerator) -> int:
+    """What this rank's accelerator has, or the host for all its processes: the lesser of its memory and its cgroup's limit.
+    Makes no device current: an engine's owner must not touch it."""
+    if accelerator != "cpu":
+        return int(_module(accelerator).get_device_properties(local_rank()).total_memory)
+    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(name) as file:
+                return min(found, int(file.read()))
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+    return found
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held: on the accelerator, or resident in host memory on a CPU."""
+    if device.type != "cpu":
+        return int(_module(device.type).max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def seed(value: int) -> None:

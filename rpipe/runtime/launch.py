@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
+from rpipe.data import gguf_model
 from rpipe.data.entry import DataError
 from rpipe.data.jsonl import jsonl_entries
 from rpipe.runtime import allocation, environment, mpirun
@@ -48,6 +49,8 @@ def _look_at_data(config: Config) -> None:
     """Refuse what takes neither torch nor a tokenizer to see: folders and files that are not there, unreadable lines."""
     if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
         raise DataError(f"model.path = {config.model.path}: no such folder; wanted: a Hugging Face model folder")
+    if config.model.gguf is not None:
+        gguf_model.source(config.model)
     for source in (config.data.train, config.data.held_out):
         if source is not None and source.path is not None:
             for _ in jsonl_entries(Path.cwd() / source.path, source.path):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rpipe.config import Config
+from rpipe.data import gguf_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class RunDir:
 
     def model_of(self, config: Config) -> Path:
         """The Hugging Face folder that the run starts from."""
+        if config.model.gguf is not None:
+            return gguf_model.folder(config.model)
         return self.model if config.model.path is None else Path(config.model.path).expanduser()
 
     @property

@@ -3,14 +3,15 @@
 Megatron fuses q, k, v (interleaved by query group) and gate, up, and cuts what it can over tensor-parallel ranks. Both
 directions only move numbers, so a round trip is bit-exact. Pure torch: a parameter here is a name and a `Row`.
 
-How a row is cut: `whole` everywhere the same, `rows` dim 0, `columns` dim 1, `vocab` dim 0 padded to a multiple of tp,
-`qkv` whole query groups, `glu` the same part of gate and of up.
+How a row is cut over tensor parallelism: `whole` everywhere the same, `columns` dim 1, `vocab` dim 0 padded to a multiple
+of tp, `qkv` whole query groups, `glu` the same part of gate and of up. A pipeline stage holds its layers' rows, an
+expert-parallel rank its experts'.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -18,36 +19,51 @@ import torch.nn.functional as F
 
 from rpipe.training.hf import Shape
 
-How = Literal["whole", "rows", "columns", "vocab", "qkv", "glu"]
+How = Literal["whole", "columns", "vocab", "qkv", "glu"]
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    parameter: str  # megatron's name
+    parameter: str  # megatron's name on the ranks that hold it
     names: tuple[str, ...]  # Hugging Face's
     how: How
+    stage: int = 0  # of the pipeline
+    expert_rank: int | None = None  # None: on every one
+    copy: bool = False  # a second copy of another row's tensor: read, never written
 
 
-def table(shape: Shape, parameters: Collection[str]) -> list[Row]:
-    """One row per parameter, in one fixed order. `parameters` are the model's own names: Transformer Engine's layers
-    hold a norm inside the linear that follows it. Raises ValueError where a parameter is left without a row."""
+def table(shape: Shape, fused_norms: bool, pp: int = 1, ep: int = 1) -> list[Row]:
+    """One row per parameter of the whole model, in one fixed order. `fused_norms`: Transformer Engine's layers hold a norm
+    inside the linear that follows it."""
     rows = [Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab")]
+    each = shape.layers // pp
     for i in range(shape.layers):
-        rows += _layer(shape, parameters, f"decoder.layers.{i}.", f"model.layers.{i}.")
-    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), "whole"))
+        rows += [
+            replace(row, stage=i // each)
+            for row in _layer(shape, fused_norms, ep, f"decoder.layers.{i % each}.", f"model.layers.{i}.")
+        ]
+    rows.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",), "whole", pp - 1))
     if not shape.tied:
-        rows.append(Row("output_layer.weight", ("lm_head.weight",), "vocab"))
-    differ = {row.parameter for row in rows} ^ set(parameters)
-    if differ:
-        raise ValueError(f"no conversion for {', '.join(sorted(differ)[:4])}")
+        rows.append(Row("output_layer.weight", ("lm_head.weight",), "vocab", pp - 1))
+    elif pp > 1:  # the last stage has its own copy of the embedding; megatron adds up both gradients
+        rows.append(Row("output_layer.weight", ("model.embed_tokens.weight",), "vocab", pp - 1, copy=True))
     return rows
 
 
-def _layer(shape: Shape, own: Collection[str], m: str, h: str) -> list[Row]:
+def held(rows: Sequence[Row], parameters: Collection[str], stage: int = 0, expert_rank: int = 0) -> list[Row]:
+    """The rows of one stage and expert-parallel rank. Raises ValueError where they are not exactly its `parameters`."""
+    mine = [row for row in rows if row.stage == stage and row.expert_rank in (None, expert_rank)]
+    differ = {row.parameter for row in mine} ^ set(parameters)
+    if differ:
+        raise ValueError(f"no conversion for {', '.join(sorted(differ)[:4])}")
+    return mine
+
+
+def _layer(shape: Shape, fused_norms: bool, ep: int, m: str, h: str) -> list[Row]:
     attention, mlp = m + "self_attention.", m + "mlp."
 
     def norm(plain: str, fused: str, name: str) -> Row:
-        return Row(plain if plain in own else fused, (name,), "whole")
+        return Row(fused if fused_norms else plain, (name,), "whole")
 
     q, k, v = (f"{h}self_attn.{x}_proj." for x in "qkv")
     rows = [
@@ -59,12 +75,22 @@ def _layer(shape: Shape, own: Collection[str], m: str, h: str) -> list[Row]:
     if shape.qk_norm:
         rows.append(Row(attention + "q_layernorm.weight", (h + "self_attn.q_norm.weight",), "whole"))
         rows.append(Row(attention + "k_layernorm.weight", (h + "self_attn.k_norm.weight",), "whole"))
+    rows.append(Row(attention + "linear_proj.weight", (h + "self_attn.o_proj.weight",), "columns"))
+    before, after = m + "pre_mlp_layernorm.weight", h + "post_attention_layernorm.weight"
+    if not shape.experts:
+        return [*rows, norm(before, mlp + "linear_fc1.layer_norm_weight", after), *_mlp(mlp, h + "mlp.")]
+    rows += [Row(before, (after,), "whole"), Row(mlp + "router.weight", (h + "mlp.gate.weight",), "whole")]
+    each = shape.experts // ep
+    for e in range(shape.experts):
+        expert = _mlp(f"{mlp}experts.local_experts.{e % each}.", f"{h}mlp.experts.{e}.")
+        rows += [replace(row, expert_rank=e // each) for row in expert]
+    return rows
+
+
+def _mlp(m: str, h: str) -> list[Row]:
     return [
-        *rows,
-        Row(attention + "linear_proj.weight", (h + "self_attn.o_proj.weight",), "columns"),
-        norm(m + "pre_mlp_layernorm.weight", mlp + "linear_fc1.layer_norm_weight", h + "post_attention_layernorm.weight"),
-        Row(mlp + "linear_fc1.weight", (h + "mlp.gate_proj.weight", h + "mlp.up_proj.weight"), "glu"),
-        Row(mlp + "linear_fc2.weight", (h + "mlp.down_proj.weight",), "columns"),
+        Row(m + "linear_fc1.weight", (h + "gate_proj.weight", h + "up_proj.weight"), "glu"),
+        Row(m + "linear_fc2.weight", (h + "down_proj.weight",), "columns"),
     ]
 
 
@@ -74,12 +100,15 @@ def hf_shapes(shape: Shape, row: Row) -> list[tuple[int, ...]]:
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     if row.how == "qkv":
         return [(q,), (kv,), (kv,)] if name.endswith("bias") else [(q, s.hidden_size), (kv, s.hidden_size), (kv, s.hidden_size)]
+    width = s.expert_size if row.expert_rank is not None else s.intermediate_size
     if row.how == "glu":
-        return [(s.intermediate_size, s.hidden_size)] * 2
+        return [(width, s.hidden_size)] * 2
     if row.how == "vocab":
         return [(s.vocab_size, s.hidden_size)]
     if row.how == "columns":
-        return [(s.hidden_size, q if "self_attn" in name else s.intermediate_size)]
+        return [(s.hidden_size, q if "self_attn" in name else width)]
+    if name.endswith("mlp.gate.weight"):
+        return [(s.experts, s.hidden_size)]
     return [(s.head_dim,) if "self_attn" in name else (s.hidden_size,)]
 
 

@@ -16,8 +16,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 
 from rpipe.config import Config
 from rpipe.control.settings import training_settings
@@ -43,6 +45,7 @@ from rpipe.core.events import (
     WeightsPublished,
 )
 from rpipe.core.types import GroupId, Sequences
+from rpipe.policy.advantage import whitened
 from rpipe.runtime.channel import Channel, ChannelError, Sent, pack, unpack
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import (
@@ -181,8 +184,18 @@ class TrainingDriver:
                 self._dispatch(command)
             case SaveCheckpoint(iteration=iteration):
                 self._everywhere(Work(command, cursor=self._cursors[iteration]))
-            case BeginStep() | FinishStep() | PublishWeights() | StopTraining():
+            case BeginStep():
+                if self.config.training.loss.advantage == "reinforce_pp":
+                    self._whiten(self.coordinator.step_groups)
                 self._everywhere(Work(command))
+            case FinishStep() | PublishWeights() | StopTraining():
+                self._everywhere(Work(command))
+
+    def _whiten(self, groups: tuple[GroupId, ...]) -> None:
+        """REINFORCE++: advantages, which came as rewards, over the step's trajectories (serial mode: all are here)."""
+        held = [self._held[group] for group in groups]
+        for group, one, advantages in zip(groups, held, whitened([one.advantages.tolist() for one in held])):
+            self._held[group] = replace(one, advantages=np.array(advantages, np.float32))
 
     def _everywhere(self, work: Work) -> None:
         for rank in range(1, self.world.role_size):

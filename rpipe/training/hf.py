@@ -17,7 +17,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
+ARCHITECTURES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
 INDEX = "model.safetensors.index.json"
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
@@ -34,7 +39,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A dense decoder: Qwen3 (normed q and k), Qwen2 (q, k and v with bias) or Llama (neither)."""
+    """A decoder: Qwen3 (normed q and k; dense or with experts in every layer), Qwen2 (q, k, v with bias) or Llama (neither)."""
 
     architecture: str  # a key of ARCHITECTURES
     vocab_size: int
@@ -49,10 +54,14 @@ class Shape:
     rope_theta: float
     tied: bool
     rope: Llama3Rope | None = None
+    experts: int = 0  # 0: dense
+    experts_per_token: int = 0
+    expert_size: int = 0  # an expert's intermediate size
+    norm_topk: bool = False  # whether the chosen experts' weights are made to add up to one
 
     @property
     def qk_norm(self) -> bool:
-        return self.architecture == "qwen3"
+        return self.architecture.startswith("qwen3")
 
     @property
     def qkv_bias(self) -> bool:
@@ -69,7 +78,9 @@ def read_shape(folder: Path) -> Shape:
     kind = c.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"{path}: model_type = {kind!r} is not known; wanted: {', '.join(ARCHITECTURES)}")
-    wrong = {"hidden_act": ("silu",), "use_sliding_window": (False,), "mlp_bias": (False,)}
+    wrong: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "use_sliding_window": (False,), "mlp_bias": (False,)}
+    if kind == "qwen3_moe":  # layers without experts among those with
+        wrong.update(decoder_sparse_step=(1,), mlp_only_layers=([],))
     if kind != "qwen2":  # Qwen2 always has the bias, whatever the key says
         wrong["attention_bias"] = (False,)
     for key, allowed in wrong.items():
@@ -85,14 +96,26 @@ def read_shape(folder: Path) -> Shape:
             layers=c["num_hidden_layers"],
             heads=heads,
             kv_heads=c.get("num_key_value_heads") or heads,
-            head_dim=c.get("head_dim") or (128 if kind == "qwen3" else c["hidden_size"] // heads),
+            head_dim=c.get("head_dim") or (128 if kind.startswith("qwen3") else c["hidden_size"] // heads),
             norm_epsilon=c.get("rms_norm_eps", 1e-6),
             max_positions=c.get("max_position_embeddings", 32768),
             tied=c.get("tie_word_embeddings", False),
             **_rope(path, c),
+            **_experts(kind, c),
         )
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from None
+
+
+def _experts(kind: str, c: Mapping[str, Any]) -> dict[str, Any]:
+    if kind != "qwen3_moe":
+        return {}
+    return {
+        "experts": c["num_experts"] if "num_experts" in c else c["num_local_experts"],  # the latter: transformers 5
+        "experts_per_token": c["num_experts_per_tok"],
+        "expert_size": c["moe_intermediate_size"],
+        "norm_topk": c.get("norm_topk_prob", False),
+    }
 
 
 def _rope(path: Path, c: Mapping[str, Any]) -> dict[str, Any]:

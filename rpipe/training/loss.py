@@ -1,7 +1,7 @@
 """What is minimized, and what is told about it?
 
 Log-probs of the trained tokens from their hidden states, in chunks and over a vocabulary cut across tensor-parallel
-ranks; the clipped policy objective; the k3 estimate of the KL divergence. Every result is a sum or a vector over
+ranks; the policy objectives; estimates of the KL divergence. Every result is a sum or a vector over
 tokens: nothing here knows the step's denominator.
 """
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed"]
+Estimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +116,16 @@ def _local(targets: torch.Tensor, vocab: VocabularyShard) -> tuple[torch.Tensor,
     return local.clamp(0, vocab.rows - 1)[:, None], mine.float()
 
 
-def token_weights(owner: torch.Tensor, sequences: int, aggregation: Aggregation, max_new_tokens: int) -> torch.Tensor:
-    """What each trained token counts for, [N] float32; `owner` is the sequence of each. To be divided by `denominator`.
+def token_weights(share: torch.Tensor, aggregation: Aggregation, max_new_tokens: int) -> torch.Tensor:
+    """What each trained token counts for, [N] float32; `share` is how many trained tokens its sequence has. To be divided
+    by `denominator`.
 
     token_mean: 1. sequence_mean: 1 / its sequence's trained tokens. fixed (Dr.GRPO): 1 / max_new_tokens, so that a
     long answer weighs no less per token than a short one.
     """
     if aggregation == "sequence_mean":
-        return 1.0 / torch.bincount(owner, minlength=sequences).float()[owner]
-    return torch.full(owner.shape, 1.0 / max_new_tokens if aggregation == "fixed" else 1.0, device=owner.device)
+        return 1.0 / share
+    return torch.full(share.shape, 1.0 / max_new_tokens if aggregation == "fixed" else 1.0, device=share.device)
 
 
 def denominator(aggregation: Aggregation, trained_tokens: int, sequences: int) -> int:
@@ -147,7 +149,41 @@ def policy_loss(
     return -torch.minimum(ratio * advantages, clamped * advantages), clipped
 
 
-def k3(current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """exp(d) - d - 1 with d = reference - current: never negative, its mean under `current` is KL(current, reference)."""
+def sequence_ratio(current: torch.Tensor, old: torch.Tensor, owner: torch.Tensor, sequences: int) -> torch.Tensor:
+    """GSPO (arXiv 2507.18071): old log-probs under which each token's ratio is its sequence's, the geometric mean of the
+    tokens' ratios, [N]; a token's gradient stays its own (their GSPO-token, equal to GSPO where a sequence has one advantage).
+    """
+    difference = (current - old).detach()
+    total = torch.zeros(sequences, device=current.device).index_add_(0, owner, difference)
+    mean = total / torch.bincount(owner, minlength=sequences).clamp(min=1)
+    return current.detach() - mean[owner]
+
+
+def cispo_loss(
+    current: torch.Tensor, old: torch.Tensor | None, advantages: torch.Tensor, clip_low: float, clip_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CISPO (arXiv 2506.13585): the ratio is a clipped constant weight, so that no token loses its gradient. As `policy_loss`;
+    the second result says where the weight was clipped."""
+    if old is None:
+        return -advantages * current, torch.zeros_like(current)
+    ratio = (current - old).exp().detach()
+    weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -weight * advantages * current, (weight != ratio).float()
+
+
+def truncated_importance(recomputed: torch.Tensor, engine: torch.Tensor, cap: float) -> torch.Tensor:
+    """min(p_trainer / p_engine, cap) of tokens that the engine sampled, both under the round-start weights, [N]: corrects for
+    the two computing the same weights differently."""
+    return (recomputed - engine).exp().clamp(max=cap)
+
+
+def divergence(estimator: Estimator, current: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """An estimate of KL(current, reference) a token, [N], with d = reference - current (Schulman, "Approximating KL
+    divergence"). k1: -d, unbiased, noisy; as a loss its expected gradient is zero. k2: d^2 / 2, biased, its gradient is
+    the divergence's. k3: exp(d) - d - 1, unbiased and never negative."""
     d = reference - current
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d * d / 2
     return d.exp() - d - 1.0

@@ -26,6 +26,7 @@ FACTORIES = (
 def enable() -> bool:
     """Patch torch and megatron.core for the CPU; True where that was needed. Calling it again is harmless."""
     if torch.cuda.is_available():
+        _name_what_is_absent()
         return False
     # megatron.core decorates with torch.compile at import: not needed here, and inductor wants a compiler
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -38,12 +39,22 @@ def enable() -> bool:
     import megatron.core.pipeline_parallel  # noqa: F401
     import megatron.core.tensor_parallel.random as tracker
 
+    _name_what_is_absent()
+
     tracker._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     tracker._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
             module.torch = _stand_in  # type: ignore[attr-defined]
     return True
+
+
+def _name_what_is_absent() -> None:
+    """Without Transformer Engine the router looks for a name that 0.16.1 defines with it only, on any device."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _current_device() -> torch.device:
@@ -57,7 +68,7 @@ class _Stream:
     def wait_stream(self, other: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        return event
+        return self if event is None else event
 
     def synchronize(self) -> None: ...
     def __enter__(self) -> _Stream:
@@ -105,6 +116,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return call

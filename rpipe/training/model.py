@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer import TransformerConfig
 
+from rpipe.config import Training
 from rpipe.training.attention import BucketAttention, Packed
 from rpipe.training.convert import padded_vocab
 from rpipe.training.hf import Llama3Rope, Shape
@@ -30,8 +31,10 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         )
         if packed_seq_params.qkv_format != "thd":
             # megatron takes this for one sequence of T tokens: give each token the angles of its own position.
-            # (Its thd rotary embedding splits and joins per sequence, in every layer.)
-            found[1] = found[1].index_select(0, position_ids[0])
+            # (Its thd rotary embedding splits and joins per sequence, in every layer.) packed_seq: all positions' angles,
+            # not those that megatron would cut out for this context-parallel rank.
+            angles = self.rotary_pos_emb(packed_seq_params.max_seqlen_q, packed_seq=True)
+            found[1] = angles.index_select(0, position_ids[0])
         return tuple(found)
 
     def _postprocess(self, hidden_states: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -39,12 +42,13 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
 
     @property
     def output_weight_name(self) -> str:
-        return "embedding.word_embeddings.weight" if self.share_embeddings_and_output_weights else "output_layer.weight"
+        tied_here = self.share_embeddings_and_output_weights and self.pre_process
+        return "embedding.word_embeddings.weight" if tied_here else "output_layer.weight"
 
     @property
     def output_weight(self) -> torch.nn.Parameter:
         """[padded vocab / tp, hidden]"""
-        weight = self.embedding.word_embeddings.weight if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight = self.get_parameter(self.output_weight_name)
         assert isinstance(weight, torch.nn.Parameter)
         return weight
 
@@ -58,8 +62,9 @@ def _transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def check(shape: Shape, tp: int) -> None:
-    """Raises ValueError where tp does not cut the model evenly."""
+def check(shape: Shape, training: Training) -> None:
+    """Raises ValueError where the layout does not cut the model evenly."""
+    tp, pp, ep = training.tp, training.pp, training.ep
     for what, n in (
         ("attention heads", shape.heads),
         ("key-value heads", shape.kv_heads),
@@ -70,10 +75,34 @@ def check(shape: Shape, tp: int) -> None:
     rows = padded_vocab(shape, tp) // tp
     if rows * (tp - 1) >= shape.vocab_size:
         raise ValueError(f"training.tp = {tp} leaves a rank without a token of a vocabulary of {shape.vocab_size}")
+    if shape.layers % pp:
+        raise ValueError(f"training.pp = {pp} does not divide the model's {shape.layers} layers")
+    if ep > 1 and not shape.experts:
+        raise ValueError(f"training.ep = {ep}, but the model has no experts; wanted: 1")
+    if shape.experts % ep:
+        raise ValueError(f"training.ep = {ep} does not divide the model's {shape.experts} experts")
+    if shape.experts and tp > 1:
+        raise ValueError(f"training.tp = {tp}: a model with experts is cut by ep, pp and cp; wanted: 1")
 
 
-def transformer_config(shape: Shape, tp: int, device: torch.device, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: Shape, training: Training, device: torch.device, dtype: torch.dtype
+) -> TransformerConfig:
     cpu = device.type == "cpu"
+    experts: dict[str, Any] = {}
+    if shape.experts:
+        experts = {
+            "num_moe_experts": shape.experts,
+            "moe_ffn_hidden_size": shape.expert_size,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_router_pre_softmax": not shape.norm_topk,  # a softmax over the chosen alone adds up to one
+            "moe_router_load_balancing_type": "none",
+            "expert_model_parallel_size": training.ep,
+            "expert_tensor_parallel_size": 1,
+        }
+    recompute: dict[str, Any] = {}
+    if training.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden_size,
@@ -94,8 +123,10 @@ def transformer_config(shape: Shape, tp: int, device: torch.device, dtype: torch
         bf16=dtype is torch.bfloat16,
         pipeline_dtype=dtype,
         attention_softmax_in_fp32=True,
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=1,
+        tensor_model_parallel_size=training.tp,
+        pipeline_model_parallel_size=training.pp,
+        context_parallel_size=training.cp,
+        variable_seq_lengths=training.pp > 1,  # stages tell each other a micro-batch's length
         calculate_per_token_loss=True,  # gradients stay sums: divided once, at the step's end
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even in a dense model
         use_cpu_initialization=cpu,
@@ -110,16 +141,20 @@ def transformer_config(shape: Shape, tp: int, device: torch.device, dtype: torch
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **experts,
+        **recompute,
     )
 
 
-def build(shape: Shape, config: TransformerConfig, device: torch.device) -> PolicyModel:
+def build(shape: Shape, config: TransformerConfig, device: torch.device, first: bool = True, last: bool = True) -> PolicyModel:
+    """One pipeline stage: `first` embeds, `last` ends with the norm that the output layer reads."""
+    experts = shape.experts or None
     if _transformer_engine(device):
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm)
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts=experts, qk_layernorm=shape.qk_norm)
     else:
-        spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+        spec = get_gpt_layer_local_spec(num_experts=experts, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
         if device.type != "npu":
             spec.submodules.self_attention.submodules.core_attention = BucketAttention
     model = PolicyModel(
@@ -127,6 +162,8 @@ def build(shape: Shape, config: TransformerConfig, device: torch.device) -> Poli
         spec,
         vocab_size=padded_vocab(shape, config.tensor_model_parallel_size),
         max_sequence_length=shape.max_positions,
+        pre_process=first,
+        post_process=last,
         parallel_output=True,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,

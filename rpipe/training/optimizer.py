@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -23,7 +24,9 @@ SHARDING = "fully_reshardable"  # the one sharding that reloads exactly under an
 class Optimizer:
     """One optimizer over all parameters of one model."""
 
-    def __init__(self, model: DistributedDataParallel, settings: Settings, total_steps: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, settings: Settings, total_steps: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """`total_steps` of the run; a cosine ends there. Raises ValueError where the schedule cannot be."""
         if settings.minimum_learning_rate > settings.learning_rate:
             raise ValueError(
@@ -36,6 +39,7 @@ class Optimizer:
             )
         _fix_torch_adam()
         self.settings = settings
+        self._device, self._rest = device, torch.device("cpu") if settings.offload else device
         config = OptimizerConfig(
             optimizer="adam",
             lr=settings.learning_rate,
@@ -50,7 +54,9 @@ class Optimizer:
             use_distributed_optimizer=True,
         )
         chain = get_megatron_optimizer(config, [model])
-        (self._inner,) = getattr(chain, "chained_optimizers", [chain])
+        # experts that are cut over ranks have an optimizer of their own: their gradients meet fewer peers
+        self._parts: list[Any] = list(getattr(chain, "chained_optimizers", [chain]))
+        self._inner = chain if len(self._parts) > 1 else self._parts[0]
         # it also carries the weight-decay multipliers: without a schedule norms and biases would be decayed
         self._schedule = OptimizerParamScheduler(
             self._inner,
@@ -78,10 +84,15 @@ class Optimizer:
         the schedule, which then stays where it is. All ranks get the same answer: the norm is over all of them.
         """
         inner = self._inner
+        self._bring(self._device)
         with torch.no_grad():
             inner.prepare_grads()
-            norm = float(inner.clip_grad_norm(self.settings.clip_grad_norm))
+            norm = float(inner.get_grad_norm())
+            for part in self._parts:
+                if part.get_parameters():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.clip_grad_norm, norm)
         if not math.isfinite(norm):
+            self._bring(self._rest)
             return False, norm, float(inner.param_groups[0]["lr"])
         if learning_rate is None:
             self._schedule.step(1)
@@ -89,18 +100,34 @@ class Optimizer:
             for group in inner.param_groups:
                 group["lr"], group["weight_decay"] = learning_rate, 0.0
         inner.step_with_ready_grads()
+        self._bring(self._rest)
         return True, norm, float(inner.param_groups[0]["lr"])
+
+    def _bring(self, device: torch.device) -> None:
+        """Moments and float32 weights to where they are needed, or where they wait; nothing moves unless offloaded."""
+        if self._device == self._rest:
+            return
+        for part in self._parts:
+            for group in part.shard_fp32_from_float16_groups:
+                for param in group:
+                    if param is not None:
+                        param.data = param.data.to(device, non_blocking=False)
+            for state in part.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim():
+                        state[key] = value.to(device)
 
     def reset(self) -> None:
         """Forget all moments and start the schedule again; weights stay."""
-        self._inner.optimizer.state.clear()
-        for group in self._inner.optimizer.param_groups:
-            group.pop("step", None)  # where Transformer Engine's and apex's Adam count
+        for part in self._parts:
+            part.optimizer.state.clear()
+            for group in part.optimizer.param_groups:
+                group.pop("step", None)  # where Transformer Engine's and apex's Adam count
         self._set_steps(0)
 
     def moments(self) -> list[torch.Tensor]:
         """This rank's Adam moments; empty before the first step."""
-        states = self._inner.optimizer.state.values()
+        states = [state for part in self._parts for state in part.optimizer.state.values()]
         return [value for state in states for key, value in state.items() if key in ("exp_avg", "exp_avg_sq")]
 
     @property
@@ -113,11 +140,13 @@ class Optimizer:
         self._schedule.step(0)
 
     def sharded_state(self, model_state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> Any:
+        self._bring(self._device)
         return self._inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
 
     def load(self, state: Any, steps: int) -> None:
         self._inner.load_state_dict(state)
         self._set_steps(steps)
+        self._bring(self._rest)
 
 
 def _fix_torch_adam() -> None:

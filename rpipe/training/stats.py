@@ -5,6 +5,7 @@ Sums on each rank while micro-batches run, one exchange at the step's end, one `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +28,12 @@ class Sums:
     denominator: float = 0.0
     gap_max: float = 0.0
 
-    def over_replicas(self, tp: int, device: torch.device) -> Sums:
-        """The whole step's, equal on all ranks of the default world: each replica's are taken from its first rank, and
-        added in replica order."""
+    def over_ranks(self, speaking: Sequence[int], device: torch.device) -> Sums:
+        """The whole step's, equal on all ranks of the default world: those of the `speaking` ranks, added in their order."""
         mine = torch.tensor([getattr(self, name) for name in self.__dataclass_fields__], dtype=torch.float64, device=device)
         rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(rows, mine)
-        # tp is the fastest-moving index of megatron's rank order
-        columns = list(zip(*(row.tolist() for row in rows[::tp])))
+        columns = list(zip(*(rows[rank].tolist() for rank in speaking)))
         total = Sums(*map(sum, columns))
         total.gap_max = max(columns[-1])
         return total

@@ -31,7 +31,7 @@ class StepStats:
     learning_rate: float
     entropy: float  # nats
     clip_fraction: float
-    kl: float  # k3 to the reference, 0 where none is kept
+    kl: float  # training.loss.kl_estimator's, to the reference; 0 where none is kept
     logprob_gap_mean: float  # |log-prob given - log-prob now|, over trained tokens
     logprob_gap_max: float
     trained_tokens: int

@@ -57,6 +57,20 @@ def tp2dp2(folder: Path, dp2: Any) -> Any:  # trains the model that dp2 made
     return _run("tp2dp2", 4, folder)
 
 
+@pytest.fixture(scope="module")
+def cut(folder: Path, dp2: Any) -> Any:
+    """Layouts that run in lockstep; each launch is made when first asked for. They load what dp2 saved."""
+    ranks = {"pp2": 2, "cp2": 2, "ep2": 2, "pp2ep2": 4}
+    seen: dict[str, Any] = {}
+
+    def run(layout: str) -> Any:
+        if layout not in seen:
+            seen[layout] = _run(layout, ranks[layout], folder)
+        return seen[layout]
+
+    return run
+
+
 @pytest.mark.parametrize("model", ["qwen3 tied", "qwen3 untied", "qwen2 tied", "qwen2 untied", "llama tied", "llama untied"])
 def test_three_steps_equal_transformers_and_torch_adamw(reference: Any, model: str) -> None:
     seen = reference[model]
@@ -90,6 +104,16 @@ def test_kl_and_clip_cases_are_not_trivial(losses: Any) -> None:
 
 def test_chunked_logprobs_equal_unchunked(losses: Any) -> None:
     assert losses["chunks"] < 1e-5
+
+
+def test_recomputed_activations_give_the_same_gradient_and_run_layers_twice(losses: Any) -> None:
+    seen = losses["recompute"]
+    assert seen["grads"] < 1e-6
+    assert seen["full"] == 2 * seen["none"] > 0
+
+
+def test_truncated_importance_sampling_weighs_by_trainer_over_engine(losses: Any) -> None:
+    assert losses["importance"]["grads"] < 1e-5
 
 
 def test_same_input_gives_the_same_bits(guards: Any) -> None:
@@ -184,14 +208,31 @@ def test_a_nan_on_one_rank_makes_every_rank_skip(dp2: Any, tp2: Any, tp2dp2: Any
     assert tp2["streamed"]["poison"] == [True, True]
 
 
-def test_a_checkpoint_of_two_replicas_goes_on_under_tensor_parallelism(dp2: Any, tp2: Any) -> None:
-    seen = tp2["reshard"]
+LOCKSTEP = [*((layout, calls) for layout in ("pp2", "cp2", "ep2") for calls in ("one", "four")), ("pp2ep2", "four")]
+
+
+@pytest.mark.parametrize(("layout", "calls"), LOCKSTEP)
+def test_pipeline_context_and_expert_parallel_ranks_equal_one_big_batch(cut: Any, layout: str, calls: str) -> None:
+    seen = cut(layout)[calls]
+    assert seen["replicas"] == 1
+    for what in ("grads", "norm", "weights", "stats", "logprobs"):
+        assert seen[what] < 1e-5, what
+    assert seen["same"] and all(seen["poison"])
+
+
+def test_experts_on_two_whole_replicas_equal_one_big_batch(dp2: Any) -> None:
+    seen = dp2["experts"]
+    assert seen["replicas"] == 2
+    for what in ("grads", "norm", "weights", "stats", "logprobs"):
+        assert seen[what] < 1e-5, what
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2", "ep2"])
+def test_a_checkpoint_of_two_replicas_goes_on_under_every_layout(dp2: Any, tp2: Any, cut: Any, layout: str) -> None:
+    seen = (tp2 if layout == "tp2" else cut(layout))["reshard"]
     assert seen["extra"] == {"at": 2}
     assert seen["loaded"] == 0.0
     assert seen["after"] < 1e-5
-    assert seen["norms"] == pytest.approx(dp2["saved"]["norms"], rel=1e-5)
+    assert seen["norms"] == pytest.approx(dp2["saved"]["moe" if layout == "ep2" else "qwen2"]["norms"], rel=1e-5)
     assert seen["kl"] > 0.0  # against the reference of the run's start, not of the checkpoint
-
-
-def test_export_under_tensor_parallelism_holds_whole_tensors(tp2: Any) -> None:
-    assert tp2["exported"] == 0.0
+    assert seen["exported"] == 0.0  # whole tensors, bit-exact, as transformers reads them

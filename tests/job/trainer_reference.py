@@ -37,14 +37,26 @@ STRETCHED = {
 
 def make_model(folder: Path, architecture: str, tied: bool, seed: int = 0, shard: str = "5GB", stretched: bool = False) -> Path:
     """A random model on disk, norms and biases away from their initial ones and zeros so that a mix-up shows."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     config, model = {
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "llama": (LlamaConfig, LlamaForCausalLM),
     }[architecture]
-    extra: dict[str, Any] = {"head_dim": 32} if architecture == "qwen3" else {}
+    extra: dict[str, Any] = {"head_dim": 32} if architecture.startswith("qwen3") else {}
+    if architecture == "qwen3_moe":
+        extra.update(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=bool(seed % 2))
     if stretched:
         extra["rope_parameters"] = STRETCHED
     torch.manual_seed(seed)
@@ -59,7 +71,7 @@ def make_model(folder: Path, architecture: str, tied: bool, seed: int = 0, shard
     return folder
 
 
-def settings(folder: Path, ranks: int = 1, tp: int = 1, loss: Any = None, **optimizer: Any) -> Config:
+def settings(folder: Path, ranks: int = 1, tp: int = 1, loss: Any = None, cut: Any = None, **optimizer: Any) -> Config:
     # a large epsilon: Adam turns rounding of gradients near zero into whole steps otherwise
     optimizer = {"learning_rate": 1e-3, "epsilon": 1e-5, "weight_decay": 0.1, "clip_grad_norm": 0.5, **optimizer}
     return Config.model_validate(
@@ -69,7 +81,7 @@ def settings(folder: Path, ranks: int = 1, tp: int = 1, loss: Any = None, **opti
             "data": {"train": {"kind": "sums"}},
             "cluster": {"training_ranks": ranks},
             "rollout": {"temperature": 0.8, "max_new_tokens": 40},
-            "training": {"tp": tp, "logprob_chunk_tokens": 17, "loss": loss or {}, "optimizer": optimizer},
+            "training": {"tp": tp, **(cut or {}), "logprob_chunk_tokens": 17, "loss": loss or {}, "optimizer": optimizer},
         }
     )
 

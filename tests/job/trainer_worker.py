@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from rpipe.config import Loss
+from rpipe.config import Config, Loss
 from rpipe.core.types import Sequences
 from rpipe.training import megatron
 from rpipe.training.megatron import MegatronTrainer
@@ -35,14 +35,16 @@ def hf_model(folder: Path) -> Any:
 
 
 def weights(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for bucket in trainer.weight_buckets(10_000) for name, t in bucket}
+    """Whole on rank 0, empty elsewhere; all ranks call it."""
+    found = {name: t.clone() for bucket in trainer.weight_buckets(10_000) for name, t in bucket}
+    return found if dist.get_rank() == 0 else {}
 
 
 def worst(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     """Largest difference; infinite where the names differ."""
     if set(a) != set(b):
         return float("inf")
-    return max(float((a[n] - b[n]).abs().max()) for n in a)
+    return max((float((a[n] - b[n]).abs().max()) for n in a), default=0.0)
 
 
 def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -51,7 +53,20 @@ def relative(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def named(model: Any, what: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: what(p).clone() for n, p in model.named_parameters()}
+    """Under the names of files: transformers 5 holds all experts of a layer in two tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for name, p in model.named_parameters():
+        t, (before, last) = what(p).clone(), name.rsplit(".", 1)
+        if not before.endswith("experts"):
+            found[name] = t
+            continue
+        for i, expert in enumerate(t):
+            if last == "down_proj":
+                found[f"{before}.{i}.down_proj.weight"] = expert
+            else:
+                gate, up = expert.chunk(2, 0)
+                found.update({f"{before}.{i}.gate_proj.weight": gate, f"{before}.{i}.up_proj.weight": up})
+    return found
 
 
 def step(trainer: MegatronTrainer, batches: list[Sequences]) -> Any:
@@ -144,7 +159,7 @@ def losses(folder: Path) -> dict[str, Any]:
             "kl": stats.kl,
             "clip": stats.clip_fraction,
         }
-    return {**out, "chunks": chunks(where)}
+    return {**out, "chunks": chunks(where), "recompute": recompute(where), "importance": importance(where, model)}
 
 
 def chunks(where: Path) -> float:
@@ -157,6 +172,43 @@ def chunks(where: Path) -> float:
         trainer.accumulate([batch])
         grads.append(trainer.export_grads())
     return max(relative(grads[0], grads[2]), relative(grads[1], grads[2]))
+
+
+def recompute(where: Path) -> dict[str, float]:
+    """Gradients with a layer's activations computed again, and how often layers ran forward for one micro-batch."""
+    batch, grads, calls = plain.sequences(8, 5), [], []
+    for mode in ("none", "full"):
+        trainer = MegatronTrainer(plain.settings(where, cut={"recompute": mode}), where)
+        count = [0]
+        for layer in trainer.model.decoder.layers:
+            layer.self_attention.register_forward_hook(lambda *_, count=count: count.__setitem__(0, count[0] + 1))
+        trainer.begin_step()
+        trainer.accumulate([batch])
+        grads.append(trainer.export_grads())
+        calls.append(count[0])
+    return {"grads": relative(grads[1], grads[0]), "none": calls[0], "full": calls[1]}
+
+
+def importance(where: Path, model: Any) -> dict[str, float]:
+    """Truncated importance sampling: ratios against the trainer's own round-start log-probs, weights against the engine's."""
+    tree = plain.settings(where).model_dump()
+    tree["training"]["loss"]["importance_cap"], tree["pipeline"]["old_logprob"] = 1.05, "pinned"
+    config = Config.model_validate(tree)
+    trainer, batch = MegatronTrainer(config, where), plain.near(model, plain.sequences(8, 5), 0.8, 0.1)
+    own = replace(batch, logprobs=trainer.logprobs(batch))
+    model.zero_grad()
+    total = torch.zeros(())
+    for i in range(batch.count):
+        at = slice(int(batch.lengths[:i].sum()), int(batch.lengths[: i + 1].sum()))
+        mask = torch.from_numpy(batch.loss_mask[at].astype(bool))
+        now = plain.logprobs(model, batch, i, 0.8)[0][mask]
+        old, engine = (torch.from_numpy(b.logprobs[at])[mask] for b in (own, batch))
+        weight = (old - engine).exp().clamp(max=1.05)
+        total = total - (weight * (now - old).exp() * float(batch.advantages[i])).sum()  # at ratio one nothing is clipped
+    total.backward()
+    trainer.begin_step()
+    trainer.accumulate([batch])
+    return {"grads": relative(trainer.export_grads(), named(model, lambda p: p.grad))}
 
 
 def guards(folder: Path) -> dict[str, Any]:
@@ -298,50 +350,63 @@ def bfloat16(config: Any, where: Path, to: Path, data: list[Sequences]) -> dict[
     return {"dtypes": sorted(dtypes), "grads": sorted(grads), "later": worst(weights(trainer), weights(other)), "same": a == b}
 
 
-def streamed(folder: Path, tp: int, owners: list[int]) -> dict[str, Any]:
-    """Two steps of six micro-batches spread unevenly over replicas, against transformers on the whole batch."""
-    config = plain.settings(folder / "stream", dist.get_world_size(), tp)
-    trainer, model = MegatronTrainer(config, folder / "stream"), hf_model(folder / "stream")
-    optimizer = plain.adamw(model, config)
-    grads = norm_off = stats_off = 0.0
+def streamed(folder: Path, owners: list[int], model: str = "stream", together: int = 1, **cut: int) -> dict[str, Any]:
+    """Two steps of six micro-batches spread unevenly over lockstep domains, `together` in one call, against transformers on
+    the whole batch. Judged on rank 0, where whole tensors come out."""
+    config = plain.settings(folder / model, dist.get_world_size(), cut=cut)
+    trainer, hf = MegatronTrainer(config, folder / model), hf_model(folder / model)
+    optimizer = plain.adamw(hf, config)
+    grads = norm_off = stats_off = logprobs_off = 0.0
     everyone: list[Any] = []
     for k in range(2):
-        whole = plain.near(model, plain.sequences(18, 40 + k), config.rollout.temperature, 0.3)
-        parts = [whole.select(list(range(3 * i, 3 * i + 3))) for i in range(6)]
+        whole = plain.near(hf, plain.sequences(18, 40 + k), config.rollout.temperature, 0.3)
+        parts = [whole.select(list(range(3 * i, 3 * i + 3))) for i in range(5)]
+        parts += [whole.select([15, 16, 17])] if "ep" not in cut else [whole.select([15, 16]), whole.select([17])]
         optimizer.zero_grad()
-        total, told = plain.objective(model, whole, config.training.loss, config)
+        total, told = plain.objective(hf, whole, config.training.loss, config)
         total.backward()
         trainer.begin_step()
-        for part, owner in zip(parts, owners):
-            if owner == trainer.replica:
-                trainer.accumulate([part])
-        mine = trainer.export_grads()
-        for g in mine.values():  # a sum over replicas; tensor-parallel ranks hold the same
-            dist.all_reduce(g)
-            g.div_(tp * whole.trained_tokens)
-        grads = max(grads, relative(mine, named(model, lambda p: p.grad)))
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), config.training.optimizer.clip_grad_norm))
+        mine = [part for part, owner in zip(parts, [*owners, owners[-1]]) if owner == trainer.replica]
+        for i in range(0, len(mine), together):
+            trainer.accumulate(mine[i : i + together])
+        summed = over_domains(trainer)
+        if summed:
+            summed = {n: g / whole.trained_tokens for n, g in summed.items()}
+            grads = max(grads, relative(summed, named(hf, lambda p: p.grad)))
+        with torch.no_grad():
+            theirs = np.concatenate([plain.logprobs(hf, whole, i, 0.8)[0].numpy() for i in range(whole.count)])
+        logprobs_off = max(logprobs_off, float(np.abs(trainer.logprobs(whole) - theirs * whole.loss_mask).max()))
+        norm = float(torch.nn.utils.clip_grad_norm_(hf.parameters(), config.training.optimizer.clip_grad_norm))
         optimizer.step()
         stats = trainer.finish_step()
         norm_off = max(norm_off, abs(stats.grad_norm - norm) / norm)
         stats_off = max(stats_off, max(abs(getattr(stats, n) - v) for n, v in told.items()))
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, stats)
-    mine = weights(trainer)
-    off = worst(mine, named(model, lambda p: p.data)) if trainer.replica == 0 else 0.0
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, off)
-    poison = not_finite_on_one(trainer)
+        everyone = gathered(stats)
+    found = weights(trainer)
+    off = worst(found, named(hf, lambda p: p.data)) if found else 0.0
     return {
         "grads": grads,
         "norm": norm_off,
         "stats": stats_off,
-        "weights": max(gathered),
+        "logprobs": max(gathered(logprobs_off)),
+        "weights": off,
         "same": all(s == everyone[0] for s in everyone),
-        "poison": poison,
+        "poison": not_finite_on_one(trainer),
         "replica": trainer.replica,
         "replicas": trainer.replicas,
     }
+
+
+def gathered(value: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def over_domains(trainer: MegatronTrainer) -> dict[str, torch.Tensor]:
+    """Gradients of all lockstep domains added up, on rank 0; empty elsewhere."""
+    parts = [part for part in gathered(trainer.export_grads()) if part]
+    return {n: sum(part[n] for part in parts) for n in parts[0]} if dist.get_rank() == 0 else {}
 
 
 def not_finite_on_one(trainer: MegatronTrainer) -> list[bool]:
@@ -359,54 +424,92 @@ def dp2(folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         plain.make_model(folder / "stream", "qwen3", True)
         plain.make_model(folder / "qwen2", "qwen2", False)
+        plain.make_model(folder / "moe", "qwen3_moe", False, 1)
+        plain.make_model(folder / "moe-tied", "qwen3_moe", True, 2)
     dist.barrier()
-    out = {"uneven": streamed(folder, 1, [0, 0, 1, 0, 1, 0]), "none": streamed(folder, 1, [0, 0, 0, 0, 0, 0])}
+    out: dict[str, Any] = {"uneven": streamed(folder, [0, 0, 1, 0, 1, 0]), "none": streamed(folder, [0] * 6)}
     # with guards' one rank: the same three supervised steps, here half on each replica
     trainer = MegatronTrainer(plain.settings(folder / "guards", 2, schedule="cosine", warm_up_steps=1), folder / "guards")
     trainer.warm_up([supervised()] * 3, 3e-3, 200)
     alone = MegatronTrainer(trainer.config, folder / "warmed")
-    warmed = worst(weights(trainer), weights(alone)) if trainer.replica == 0 else 0.0
-    return {**out, "saved": reshard_save(folder), "warmed": warmed}
+    warmed = worst(weights(trainer), weights(alone))
+    out["experts"] = streamed(folder, [0, 0, 1, 0, 1, 0], "moe")
+    return {**out, "saved": {model: reshard_save(folder, model) for model in ("qwen2", "moe")}, "warmed": warmed}
 
 
-def reshard_save(folder: Path) -> dict[str, Any]:
-    """Two steps, save, two more; what came out goes to files for the other layout to meet."""
-    config = plain.settings(folder / "qwen2", 2, 1, loss={"kl_coefficient": 0.1})
-    trainer = MegatronTrainer(config, folder / "qwen2")
+def reshard_save(folder: Path, model: str) -> dict[str, Any]:
+    """Two steps, save, two more; what came out goes to files for other layouts to meet."""
+    config = plain.settings(folder / model, 2, loss={"kl_coefficient": 0.1})
+    trainer = MegatronTrainer(config, folder / model)
     for k in range(2):
         step(trainer, [plain.sequences(4, 70 + k + 10 * trainer.replica)])
-    trainer.save(folder / "reshard", {"at": 2})
+    trainer.save(folder / f"{model}-saved", {"at": 2})
     norms = []
     at_save = weights(trainer)
     for k in range(2, 4):
         norms.append(step(trainer, [plain.sequences(4, 70 + k + 10 * trainer.replica)]).grad_norm)
+    after = weights(trainer)
     if dist.get_rank() == 0:
-        torch.save([at_save, weights(trainer)], folder / "reshard.pt")
+        torch.save([at_save, after], folder / f"{model}-saved.pt")
     return {"norms": norms}
 
 
-def tp2(folder: Path) -> dict[str, Any]:
-    config = plain.settings(folder / "qwen2", 2, 2, loss={"kl_coefficient": 0.1})
-    trainer = MegatronTrainer(config, folder / "qwen2")
-    extra = trainer.load(folder / "reshard")
-    at_save, after = torch.load(folder / "reshard.pt")
-    loaded = worst(weights(trainer), at_save)
+def resharded(folder: Path, model: str, **cut: int) -> dict[str, Any]:
+    """Load what two replicas saved, go on, export."""
+    trainer = MegatronTrainer(plain.settings(folder / model, 2, loss={"kl_coefficient": 0.1}, cut=cut), folder / model)
+    extra = trainer.load(folder / f"{model}-saved")
+    at_save, after = torch.load(folder / f"{model}-saved.pt")
+    loaded = weights(trainer)
     stats = [step(trainer, [plain.sequences(4, 70 + k), plain.sequences(4, 80 + k)]) for k in range(2, 4)]
-    reshard = {
+    now, to = weights(trainer), folder / f"{model}-{cut}"
+    trainer.export_hf(to)
+    if not now:
+        return {}
+    return {
         "extra": extra,
-        "loaded": loaded,
-        "after": worst(weights(trainer), after),
+        "loaded": worst(loaded, at_save),
+        "after": worst(now, after),
         "norms": [s.grad_norm for s in stats],
         "kl": stats[-1].kl,
+        "exported": worst(named(hf_model(to), lambda p: p.data), now),
     }
-    trainer.export_hf(folder / "tp2-exported")
-    whole = weights(trainer)
-    exported = worst(named(hf_model(folder / "tp2-exported"), lambda p: p.data), whole)
-    return {"streamed": streamed(folder, 2, [0] * 6), "reshard": reshard, "exported": exported}
+
+
+def tp2(folder: Path) -> dict[str, Any]:
+    return {"streamed": streamed(folder, [0] * 6, tp=2), "reshard": resharded(folder, "qwen2", tp=2)}
 
 
 def tp2dp2(folder: Path) -> dict[str, Any]:
-    return streamed(folder, 2, [1, 0, 1, 1, 1, 0])
+    return streamed(folder, [1, 0, 1, 1, 1, 0], tp=2)
+
+
+def pp2(folder: Path) -> dict[str, Any]:
+    return layouts(folder, pp=2)
+
+
+def cp2(folder: Path) -> dict[str, Any]:
+    return layouts(folder, cp=2)
+
+
+def layouts(folder: Path, **cut: int) -> dict[str, Any]:
+    """Two ranks that are one lockstep domain: one micro-batch a call, and four a call."""
+    return {
+        "one": streamed(folder, [0] * 6, **cut),
+        "four": streamed(folder, [0] * 6, "qwen2", together=4, **cut),
+        "reshard": resharded(folder, "qwen2", **cut),
+    }
+
+
+def ep2(folder: Path) -> dict[str, Any]:
+    return {
+        "one": streamed(folder, [0] * 6, "moe", ep=2),
+        "four": streamed(folder, [0] * 6, "moe-tied", together=4, ep=2),
+        "reshard": resharded(folder, "moe", ep=2),
+    }
+
+
+def pp2ep2(folder: Path) -> dict[str, Any]:
+    return {"four": streamed(folder, [0] * 6, "moe-tied", together=4, pp=2, ep=2)}
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def test_numbers_in_scientific_notation_are_numbers(tmp_path):
         ("pipeline.max_staleness=1", "only 0 (on-policy) is built"),
         ("evaluation.prompts=8", "evaluation.prompts = 8 wants data.held_out"),
         ("channel.backend=nccl", "channel.backend = nccl does not run on cluster.accelerator = cpu; wanted: gloo"),
-        ("model.path=/x", "model wants exactly one of path and make"),
+        ("model.path=/x", "model wants exactly one of path, make and gguf"),
         ("data.train.kind=jsonl", "data.train kind jsonl wants path"),
         ("admission.budget_tokens=9", "admission.budget_tokens wants admission.policy = soft_frontier"),
         ("rollout.filter=zero", "rollout.filter = 'zero'; wanted: none, zero_variance or package.module:function"),
@@ -102,6 +102,23 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
     path.write_bytes(b"run: \xff")
     with pytest.raises(config.ConfigError, match="not UTF-8 text: byte 5 is 0xff"):
         config.load(path)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (["training.ep=2", "training.cp=2", "cluster.training_ranks=4"], "ep = 2 and cp = 2"),
+        (["training.ep=2", "cluster.training_ranks=3"], "is not tp x pp x cp x ep x dp = 1 x 1 x 1 x 2 x dp"),
+        (
+            ["training.cp=2", "cluster.training_ranks=2", "training.loss.objective=gspo", "training.loss.aggregation=fixed"],
+            "gspo wants whole sequences on a rank, not training.cp = 2",
+        ),
+    ],
+)
+def test_layouts_that_cannot_train_are_refused(tmp_path, overrides, words):
+    with pytest.raises(config.ConfigError) as error:
+        config.load(write(tmp_path, GOOD), overrides)
+    assert words in str(error.value) and "\n" not in str(error.value), str(error.value)
 
 
 def test_exact_mode_refuses_micro_batches_that_span_groups(tmp_path):

@@ -51,7 +51,7 @@ def tensors(shape: hf.Shape, rows: list[convert.Row]) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.architecture)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_round_trip_is_bit_exact_over_any_tp(shape: hf.Shape, tp: int) -> None:
-    rows = convert.table(shape, parameters(shape))
+    rows = convert.table(shape, False)
     whole = tensors(shape, rows)
     back: dict[str, torch.Tensor] = {}
     for row in rows:
@@ -63,7 +63,7 @@ def test_round_trip_is_bit_exact_over_any_tp(shape: hf.Shape, tp: int) -> None:
 
 
 def test_qkv_is_interleaved_by_query_group() -> None:
-    row = next(r for r in convert.table(QWEN3, parameters(QWEN3)) if r.how == "qkv")
+    row = next(r for r in convert.table(QWEN3, False) if r.how == "qkv")
     sizes = [s[0] for s in convert.hf_shapes(QWEN3, row)]
     mark = {
         n: torch.full((s, 8), 0.0) + 100 * i + torch.arange(s)[:, None] // 3 for i, (n, s) in enumerate(zip(row.names, sizes))
@@ -74,7 +74,8 @@ def test_qkv_is_interleaved_by_query_group() -> None:
 
 
 def test_transformer_engines_fused_norms_are_found() -> None:
-    rows = convert.table(QWEN3, parameters(QWEN3, fused_norms=True))
+    rows = convert.table(QWEN3, True)
+    convert.held(rows, parameters(QWEN3, fused_norms=True))
     at = {row.names[0]: row.parameter for row in rows}
     assert at["model.layers.1.input_layernorm.weight"] == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     assert at["model.layers.1.post_attention_layernorm.weight"] == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
@@ -82,11 +83,41 @@ def test_transformer_engines_fused_norms_are_found() -> None:
 
 def test_a_parameter_without_a_conversion_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no conversion for decoder\.layers\.0\.mlp\.router\.weight"):
-        convert.table(QWEN3, [*parameters(QWEN3), "decoder.layers.0.mlp.router.weight"])
+        convert.held(convert.table(QWEN3, False), [*parameters(QWEN3), "decoder.layers.0.mlp.router.weight"])
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.architecture)
+def test_every_parameter_has_one_row(shape: hf.Shape) -> None:
+    rows = convert.table(shape, False)
+    assert convert.held(rows, parameters(shape)) == rows
+
+
+MOE = replace(QWEN3, architecture="qwen3_moe", experts=4, experts_per_token=2, expert_size=5)
+
+
+def test_stages_and_expert_ranks_hold_each_tensor_once() -> None:
+    """Two layers over two stages, four experts over two ranks; a tied model's last stage has its own copy of the embedding."""
+    rows = convert.table(MOE, False, pp=2, ep=2)
+    names = [name for row in rows if not row.copy for name in row.names]
+    assert len(names) == len(set(names))
+    assert set(names) == {name for row in convert.table(MOE, False) for name in row.names}
+    at = {row.names[0]: row for row in rows if not row.copy}
+    expert = at["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert (expert.parameter, expert.stage, expert.expert_rank) == (
+        "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 1, 1,
+    )  # fmt: skip
+    assert convert.hf_shapes(MOE, expert) == [(8, 5)]
+    assert convert.hf_shapes(MOE, at["model.layers.0.mlp.gate.weight"]) == [(4, 8)]
+    (copy,) = [row for row in rows if row.copy]
+    assert (copy.parameter, copy.names, copy.stage) == ("output_layer.weight", ("model.embed_tokens.weight",), 1)
+    whole = tensors(MOE, rows)
+    for row in rows:
+        for name, back in convert.to_hf([convert.to_megatron(whole, row, MOE, 1, 0)], row, MOE):
+            assert torch.equal(back, whole[name])
 
 
 def test_a_tensor_of_another_shape_is_named() -> None:
-    rows = convert.table(QWEN3, parameters(QWEN3))
+    rows = convert.table(QWEN3, False)
     whole = tensors(QWEN3, rows) | {"model.embed_tokens.weight": torch.zeros(14, 8)}
     with pytest.raises(ValueError, match=r"model.embed_tokens.weight: shape \(14, 8\), but config.json says \(13, 8\)"):
         convert.to_megatron(whole, rows[0], QWEN3, 1, 0)
@@ -131,12 +162,19 @@ def test_shape_is_read_from_old_and_new_rope_keys(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type = 'yarn' cannot be trained"),
         ({"attention_bias": True}, "attention_bias = True cannot be trained"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' cannot be trained"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, r"mlp_only_layers = \[1\] cannot be trained"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_file_and_key(tmp_path: Path, change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         hf.read_shape(write_config(tmp_path, **change))
     assert str(error.value).startswith(str(tmp_path / "config.json"))
+
+
+def test_experts_are_read_under_the_names_of_transformers_4_and_5(tmp_path: Path) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts_per_tok": 2, "moe_intermediate_size": 5}
+    assert hf.read_shape(write_config(tmp_path, **experts, num_experts=4)) == MOE
+    assert hf.read_shape(write_config(tmp_path, **experts, num_local_experts=4)) == MOE
 
 
 def test_a_folder_without_config_is_named(tmp_path: Path) -> None:

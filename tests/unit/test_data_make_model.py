@@ -15,7 +15,7 @@ def sized(**keys):
     return SMALL.model_copy(update=keys)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "qwen2", "llama"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_transformers_reads_the_model_back(tmp_path, architecture, tied):
     import torch

@@ -158,11 +158,68 @@ def test_without_old_logprobs_the_gradient_is_that_of_ratio_one() -> None:
     assert torch.equal(grads[0], grads[1])  # type: ignore[arg-type]
 
 
-def test_k3_is_zero_at_the_reference_and_positive_elsewhere() -> None:
-    current = torch.tensor([-1.0, -1.0, -1.0])
-    seen = loss.k3(current, torch.tensor([-1.0, -0.5, -2.0]))
-    assert seen[0] == 0.0 and seen[1] > 0.0 and seen[2] > 0.0
-    assert seen[1].item() == pytest.approx(math.exp(0.5) - 0.5 - 1.0)
+def test_divergence_estimators_equal_their_formulas() -> None:
+    current, reference = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -2.0])
+    d = (reference - current).numpy().astype(np.float64)
+    for name, wanted in (("k1", -d), ("k2", d**2 / 2), ("k3", np.exp(d) - d - 1)):
+        seen = loss.divergence(name, current, reference)  # type: ignore[arg-type]
+        np.testing.assert_allclose(seen.numpy(), wanted, rtol=1e-5, atol=1e-7)
+        assert seen[0] == 0.0
+
+
+def test_k2_and_k3_pull_towards_the_reference_and_k1_does_not() -> None:
+    """Gradients at log-probs above and below the reference: k1's is the same for all, whatever the reference."""
+    reference, grads = torch.tensor([-1.5, -0.5]), {}
+    for name in ("k1", "k2", "k3"):
+        current = torch.tensor([-1.0, -1.0], requires_grad=True)
+        loss.divergence(name, current, reference).sum().backward()  # type: ignore[arg-type]
+        assert current.grad is not None
+        grads[name] = current.grad.tolist()
+    assert grads["k1"] == [1.0, 1.0]
+    for name in ("k2", "k3"):
+        assert grads[name][0] > 0 > grads[name][1]
+
+
+def test_truncated_importance_weights_equal_their_formula() -> None:
+    r = np.random.default_rng(0)
+    trainer, engine = (-3 + r.standard_normal(50) for _ in range(2))
+    seen = loss.truncated_importance(torch.tensor(trainer), torch.tensor(engine), 2.0)
+    wanted = np.minimum(np.exp(trainer - engine), 2.0)
+    np.testing.assert_allclose(seen.numpy(), wanted, rtol=1e-6)
+    assert (wanted == 2.0).any() and (wanted < 2.0).any()
+
+
+def test_gspo_equals_its_formula_on_whole_sequences() -> None:
+    """Sum over sequences of -min(s A, clip(s) A), s = exp(mean of log ratios); value and gradient, two sequences of 3 and 5."""
+    r = torch.Generator().manual_seed(0)
+    owner, advantages = torch.tensor([0] * 3 + [1] * 5), torch.tensor([1.5, -0.5])
+    old = -2 + 0.3 * torch.randn(8, generator=r)
+    start = old + 0.3 * torch.randn(8, generator=r)
+    plain = start.clone().requires_grad_()
+    total = torch.zeros(())
+    for i, a in enumerate(advantages):
+        s = (plain - old)[owner == i].mean().exp()
+        total = total - torch.minimum(s * a, s.clamp(0.8, 1.28) * a)
+    total.backward()
+    mine = start.clone().requires_grad_()
+    against = loss.sequence_ratio(mine, old, owner, 2)
+    values, _ = loss.policy_loss(mine, against, advantages[owner], 0.2, 0.28)
+    share = torch.tensor([3.0] * 3 + [5.0] * 5)
+    seen = (values * loss.token_weights(share, "sequence_mean", 10)).sum()
+    seen.backward()
+    assert seen.item() == pytest.approx(total.item(), rel=1e-5)
+    torch.testing.assert_close(mine.grad, plain.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_cispo_keeps_every_token_s_gradient_under_a_clipped_weight() -> None:
+    old, advantages = torch.zeros(3), torch.tensor([1.0, 1.0, -1.0])
+    current = torch.tensor([0.1, 1.0, -2.0], requires_grad=True)
+    values, clipped = loss.cispo_loss(current, old, advantages, 0.2, 0.28)
+    values.sum().backward()
+    weight = np.clip(np.exp([0.1, 1.0, -2.0]), 0.8, 1.28)
+    np.testing.assert_allclose(current.grad.numpy(), -weight * advantages.numpy(), rtol=1e-6)  # type: ignore[union-attr]
+    np.testing.assert_allclose(values.detach().numpy(), -weight * advantages.numpy() * [0.1, 1.0, -2.0], rtol=1e-6)
+    assert clipped.tolist() == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -170,8 +227,8 @@ def test_k3_is_zero_at_the_reference_and_positive_elsewhere() -> None:
 )
 def test_aggregations_divide_as_named(aggregation: loss.Aggregation, wanted: float) -> None:
     """Two sequences of 2 and 3 trained tokens whose losses sum to 4 and 13."""
-    values, owner = torch.tensor([1.0, 3.0, 4.0, 4.0, 5.0]), torch.tensor([0, 0, 1, 1, 1])
-    weights = loss.token_weights(owner, 2, aggregation, max_new_tokens=10)
+    values, share = torch.tensor([1.0, 3.0, 4.0, 4.0, 5.0]), torch.tensor([2.0, 2.0, 3.0, 3.0, 3.0])
+    weights = loss.token_weights(share, aggregation, max_new_tokens=10)
     assert ((values * weights).sum() / loss.denominator(aggregation, 5, 2)).item() == pytest.approx(wanted)
 
 
@@ -195,6 +252,7 @@ def test_a_batch_feeds_all_but_last_tokens_and_predicts_the_trained_ones() -> No
     assert b.hidden.tolist() == [0, 1, 4]
     assert b.targets.tolist() == [11, 12, 17]
     assert b.owner.tolist() == [0, 0, 2]
+    assert b.share.tolist() == [2, 2, 1]
     assert b.advantages.tolist() == [1, 1, 3]
     assert b.given is not None and b.given.tolist() == [-1, -2, -7]
     assert b.trained.tolist() == [1, 2, 7]
@@ -203,3 +261,19 @@ def test_a_batch_feeds_all_but_last_tokens_and_predicts_the_trained_ones() -> No
 def test_a_first_token_cannot_be_trained() -> None:
     with pytest.raises(ValueError, match="sequence 2 of the micro-batch trains its first token"):
         batch.make(three([0, 1, 1, 0, 1, 0, 0, 1]), torch.device("cpu"))
+
+
+def test_context_parallel_ranks_share_a_batch_without_gaps() -> None:
+    """Inputs 10 11 | 14 15 16, padded to 4 | 4: rank 0 has places 0 and 3, rank 1 places 1 and 2 of each."""
+    cut = [batch.make(three([0, 1, 1, 0, 0, 0, 0, 1]), torch.device("cpu"), 2, rank) for rank in range(2)]
+    assert [b.input_ids.tolist() for b in cut] == [[[10, 0, 14, 0]], [[11, 0, 15, 16]]]
+    assert [b.positions.tolist() for b in cut] == [[[0, 3, 0, 3]], [[1, 2, 1, 2]]]
+    assert [b.targets.tolist() for b in cut] == [[11], [12, 17]]
+    assert [b.hidden.tolist() for b in cut] == [[0], [0, 3]]
+    assert [b.trained.tolist() for b in cut] == [[1], [2, 7]]
+    assert [b.share.tolist() for b in cut] == [[2], [2, 1]]  # of the whole sequence
+
+
+def test_a_blank_batch_trains_nothing() -> None:
+    b = batch.blank(torch.device("cpu"))
+    assert b.input_ids.numel() == 1 and not len(b.trained)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier
-from rpipe.policy.advantage import dr_grpo, grpo, shuffled, zero_variance
+from rpipe.policy.advantage import dr_grpo, grpo, rloo, shuffled, whitened, zero_variance
 from rpipe.policy.batching import Item, owners, pack
 from rpipe.policy.placement import GroupAffine, LeastLoaded, Loads
 
@@ -104,6 +104,24 @@ def test_grpo_divides_by_the_sample_standard_deviation():
 
 def test_dr_grpo_does_not_divide():
     assert dr_grpo([1.0, 0.0]) == (0.5, -0.5)
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    rewards = [1.0, 0.0, 0.5, 0.0]
+    wanted = [r - (sum(rewards) - r) / 3 for r in rewards]
+    assert rloo(rewards) == pytest.approx(wanted)
+    assert rloo([1.0]) == (0.0,)
+
+
+def test_reinforce_pp_whitens_over_all_trajectories_of_all_groups():
+    groups = [[1.0, 0.0, 1.0], [0.0, 0.0], [1.0]]
+    flat = [r for group in groups for r in group]
+    mean = sum(flat) / 6
+    deviation = math.sqrt(sum((r - mean) ** 2 for r in flat) / 5)
+    found = whitened(groups)
+    assert [len(group) for group in found] == [3, 2, 1]
+    assert [a for group in found for a in group] == pytest.approx([(r - mean) / deviation for r in flat], rel=1e-5)
+    assert whitened([[1.0], [1.0]]) == [(0.0,), (0.0,)]
 
 
 def test_equal_rewards_give_no_advantage_whatever_rounding_says():
