@@ -16,7 +16,7 @@ from rpipe.config import Config, ConfigError, Training
 from rpipe.config_rules import problems
 from rpipe.policy.seating import Node, SeatingError, parts, together
 from rpipe.sim.costs import engine_costs, hardware_of
-from rpipe.sim.memory import HEADROOM, EngineMemory, TrainerMemory, engine_memory, trainer_memory
+from rpipe.sim.memory import FIT, EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from rpipe.sim.shape import Shape, shape_of
 
 NODE = 8  # accelerators, where the hardware does not say it
@@ -314,7 +314,7 @@ def _trainer_refusal(space: Space, trainer: Trainer) -> str:
     if reason:
         return reason
     memory = trainer_memory(config, shape)
-    room = accelerator.memory_bytes * (1 - HEADROOM)
+    room = accelerator.memory_bytes * FIT
     if memory.total - memory.activations > room:
         return f"weights, gradients and optimizer do not fit into {room / 1e9:.0f} GB"
     if memory.total > room:

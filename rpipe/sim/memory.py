@@ -1,12 +1,13 @@
-"""What does a layout keep on each accelerator, in bytes? Pure arithmetic, for the planner and for checks before a start.
+"""What does a layout keep on each accelerator, in bytes? From the model's sizes alone, without its files: for the planner.
 
     trainer   weights + gradients (fp32 sums) + optimizer (a part on each data-parallel rank) + kept copies of the weights
-              + what is greater: the activations of the micro-batches in flight and a chunk of logits, or, where the optimizer
-              is offloaded, the optimizer while it steps
+              + activations of the micro-batches in flight + a chunk of logits; an offloaded optimizer only while it steps,
+              when there are no activations
     engine    weights + KV cache
 
-An estimate: of the fullest pipeline stage, with the longest micro-batch, each tensor-parallel rank holding whole what lies
-between layers (no sequence parallelism), experts evenly used. Allocator and kernels take some more: HEADROOM.
+`rpipe.training.memory` counts exactly what a given model's files say, before a job starts; this is the same arithmetic on
+averages, and tests/unit/test_memory_of_plans.py holds the two together. Of the fullest pipeline stage, with the longest
+micro-batch, experts evenly used.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rpipe.config import Config
-from rpipe.control.training import AHEAD
 from rpipe.sim.shape import Shape
 
-HEADROOM = 0.1  # of an accelerator: context, communication buffers, fragmentation; assumed, not measured
+FIT = 0.95  # of an accelerator may be planned for: allocators fragment
+PROCESS_BYTES = 2 << 30  # context, libraries, communicators
 GRADIENT_BYTES = 4  # a parameter: summed in fp32
 MOMENT_BYTES = 8  # a parameter: two fp32 moments
 MASTER_BYTES = 4  # a parameter: the fp32 weight, where the model computes in less
-HIDDEN_PER_LAYER = 6  # values of a token's hidden size that a layer keeps for backward: residuals, norms in and out
-KEPT_PER_OUTPUT = 1.5  # values kept for each one that a layer's matrices put out: they, and what activation and rotation make
+HIDDEN_PER_LAYER = 4  # of a token's hidden size, kept by a layer for backward: both norms' inputs and outputs
+KEPT_PER_OUTPUT = 1.5  # kept for each value that a layer's matrices give: 2 of attention's, 4 / 3 of the MLP's
 LOGIT_COPIES = 3  # fp32 logits of a chunk, their softmax, its gradient
 
 
@@ -33,54 +34,54 @@ class TrainerMemory:
     weights: float
     gradients: float
     optimizer: float
-    copies: float  # pinned and reference weights, buckets of a publish
+    copies: float  # pinned and reference weights
     activations: float
     logits: float
     offloaded: bool = False
 
     @property
     def total(self) -> float:
-        passing = self.activations + self.logits
-        moving = max(passing, self.optimizer) if self.offloaded else passing + self.optimizer
-        return self.weights + self.gradients + self.copies + moving
+        moving = max(self.activations, self.optimizer) if self.offloaded else self.activations + self.optimizer
+        return self.weights + self.gradients + self.copies + moving + self.logits + PROCESS_BYTES
 
 
 def trainer_memory(config: Config, shape: Shape) -> TrainerMemory:
-    t, dp = config.training, config.cluster.training_ranks // (config.training.tp * config.training.pp * config.training.cp)
+    t = config.training
     ep = getattr(t, "ep", 1)
     embedding = shape.vocabulary * shape.hidden_size
     dense, experts = shape.dense_parameters, shape.parameters - shape.dense_parameters
-    ends = min(2 * embedding, dense / 2) if t.pp == 1 else min(embedding, dense / 2)  # what the fullest stage has of both ends
-    stage_dense = ((dense - min(2 * embedding, dense / 2)) / t.pp + ends) / t.tp
-    stage_experts = experts / t.pp / ep
-    held = stage_dense + stage_experts
+    ends = min(2 * embedding, dense / 2)  # embedding and output layer; tied ones count twice where stages part them
+    fullest = ends if t.pp == 1 else ends / 2
+    held_dense = ((dense - ends) / t.pp + fullest) / t.tp
+    held_experts = experts / t.pp / ep
+    held = held_dense + held_experts
+    replicas = config.cluster.training_ranks // (t.tp * t.pp)  # dp x cp, over which the optimizer is cut
     master = 0 if shape.bytes_per_value == 4 else MASTER_BYTES
-    sharded = stage_dense / (dp * t.cp) + stage_experts * ep / (dp * t.cp)
-    copies = (config.pipeline.old_logprob == "pinned") + (config.training.loss.kl_coefficient > 0)
+    copies = (config.pipeline.old_logprob == "pinned") + (t.loss.kl_coefficient > 0)
     return TrainerMemory(
         weights=held * shape.bytes_per_value,
         gradients=held * GRADIENT_BYTES,
-        optimizer=sharded * (MOMENT_BYTES + master),
-        copies=copies * held * shape.bytes_per_value + config.channel.weight_bucket_bytes,
-        activations=_activations(config, shape, ep),
-        logits=LOGIT_COPIES * 4 * t.logprob_chunk_tokens * shape.vocabulary / t.tp,
+        optimizer=(held_dense / replicas + held_experts * ep / replicas) * (MOMENT_BYTES + master),
+        copies=copies * held * shape.bytes_per_value,
+        activations=_activations(config, shape),
+        logits=4 * (LOGIT_COPIES * t.logprob_chunk_tokens + shape.hidden_size) * shape.vocabulary / t.tp,
         offloaded=getattr(t.optimizer, "offload", False),
     )
 
 
-def _activations(config: Config, shape: Shape, ep: int) -> float:
-    """What backward needs of the micro-batches that a stage has in flight."""
+def _activations(config: Config, shape: Shape) -> float:
+    """What backward needs of the micro-batches that the first pipeline stage has in flight."""
     t = config.training
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    tokens = max(t.micro_batch_tokens / ep, longest) / t.cp
+    tokens = max(t.micro_batch_tokens, longest) / t.cp
     outputs = shape.active_layer_parameters / shape.hidden_size  # of all matrices of a layer, a token
     layer = KEPT_PER_OUTPUT * outputs / t.tp + HIDDEN_PER_LAYER * shape.hidden_size
-    layers, in_flight = shape.layers / t.pp, min(t.pp, AHEAD)
-    if getattr(t, "recompute", "none") == "full":
-        kept = layers * in_flight * shape.hidden_size + layer
-    else:
-        kept = layers * in_flight * layer
-    return tokens * kept * shape.bytes_per_value
+    if shape.experts > 1:
+        layer += 2 * shape.hidden_size * shape.experts_per_token  # to the experts and back
+    layers = shape.layers / t.pp
+    recomputed = getattr(t, "recompute", "none") == "full"
+    kept = layers * shape.hidden_size + layer if recomputed else layers * layer
+    return t.pp * tokens * kept * shape.bytes_per_value
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,11 +309,11 @@ def _quiet(config: Config) -> Config:
 
 def _held(config: Config, source: Source, iterations: int) -> int:
     """How many iterations' groups the workload holds, up to `iterations`. Raises ConfigError where not even one."""
-    r, k = config.rollout.groups_per_iteration, config.rollout.trajectories_per_group
+    first = config.rollout.groups_per_iteration + config.over_sampling_groups
     for iteration in range(iterations):
         try:
-            for group in range(iteration * r, (iteration + 1) * r):
-                source.group(group, iteration, k)
+            for group in range(iteration * config.most_groups, iteration * config.most_groups + first):
+                source.group(group, iteration, config.rollout.trajectories_per_group)
         except ConfigError:
             if iteration == 0:
                 raise
