@@ -145,3 +145,4 @@ class ModelShape(Section):
     experts: Count = 1
     experts_per_token: Count = 1
     vocabulary: Annotated[int, Field(ge=0)] = 0  # rows of the embedding, for estimates of memory; 0: left out of them
+    tied: bool = False  # the output layer is the embedding

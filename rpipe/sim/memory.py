@@ -48,10 +48,8 @@ class TrainerMemory:
 def trainer_memory(config: Config, shape: Shape) -> TrainerMemory:
     t = config.training
     ep = getattr(t, "ep", 1)
-    embedding = shape.vocabulary * shape.hidden_size
-    dense, experts = shape.dense_parameters, shape.parameters - shape.dense_parameters
-    ends = min(2 * embedding, dense / 2)  # embedding and output layer; tied ones count twice where stages part them
-    fullest = ends if t.pp == 1 else ends / 2
+    dense, experts, ends = shape.dense_parameters, shape.parameters - shape.dense_parameters, shape.end_parameters
+    fullest = ends if t.pp == 1 or shape.tied else ends / 2  # a tied one is held by the first and the last stage
     held_dense = ((dense - ends) / t.pp + fullest) / t.tp
     held_experts = experts / t.pp / ep
     held = held_dense + held_experts

@@ -26,6 +26,7 @@ class Shape:
     experts_per_token: int
     bytes_per_value: int
     vocabulary: int = 0  # rows of the embedding; 0: nothing says it
+    tied: bool = False  # the output layer is the embedding
 
     @property
     def dense_parameters(self) -> float:
@@ -38,8 +39,12 @@ class Shape:
     @property
     def active_layer_parameters(self) -> float:
         """Of one layer, those that one token meets; embedding and output layer apart."""
-        ends = min(2 * self.vocabulary * self.hidden_size, self.active_parameters / 2)
-        return (self.active_parameters - ends) / self.layers
+        return (self.active_parameters - self.end_parameters) / self.layers
+
+    @property
+    def end_parameters(self) -> float:
+        """Of embedding and output layer."""
+        return min((1 if self.tied else 2) * self.vocabulary * self.hidden_size, self.active_parameters / 2)
 
     @property
     def weight_bytes(self) -> int:
@@ -76,6 +81,7 @@ def shape_of(config: Config) -> Shape:
             s.experts_per_token,
             value,
             s.vocabulary,
+            s.tied,
         )
     if model.make is not None:
         m = model.make
@@ -89,7 +95,7 @@ def _dense(
 ) -> Shape:
     attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
     parameters = layers * (attention + 3 * hidden * intermediate + 2 * hidden) + words * hidden * (1 if tied else 2)
-    return Shape(parameters, parameters, layers, hidden, kv_heads, head_dim, 1, 1, value, words)
+    return Shape(parameters, parameters, layers, hidden, kv_heads, head_dim, 1, 1, value, words, tied)
 
 
 def _read(path: Path, value: int) -> Shape:
