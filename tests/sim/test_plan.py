@@ -126,7 +126,7 @@ def test_no_engine_and_no_tensor_parallel_group_lies_on_two_nodes():
 def test_what_cannot_fit_is_pruned_by_the_memory_it_needs():
     space = space_of(configs.load(CONFIG, ["training.micro_batch_tokens=4096", "rollout.max_new_tokens=4096"]), 16)
     assert all(memory.total <= 76e9 for memory in space.memory.values())
-    assert {t for found in space.trainers.values() for t in found} == set(space.memory)
+    assert {t for found in space.trainers.values() for t in found} <= set(space.memory)
     assert space.pruned["trainer: weights, gradients and optimizer do not fit into 76 GB"] > 10
     with pytest.raises(ConfigError, match=r"no layout of a trainer can run: .*activations do not fit"):
         space_of(small("data.max_prompt_tokens=10000000"), 16)
