@@ -218,7 +218,7 @@ def trainer_costs(config: Config) -> TrainerCosts:
     accelerator = hardware.training_accelerator or hardware.accelerator
     assert accelerator is not None
     t = config.training
-    ep, recompute = getattr(t, "ep", 1), getattr(t, "recompute", "none") == "full"
+    ep, recompute = t.ep, t.recompute == "full"
     return RooflineReplica(accelerator, shape_of(config), t.tp, t.pp, t.cp, config.replicas, ep, recompute)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from rpipe.config import Config, ConfigError, Training
+from rpipe.config import Config, ConfigError
 from rpipe.config_rules import problems
 from rpipe.policy.seating import Node, SeatingError, parts, together
 from rpipe.sim.costs import engine_costs, hardware_of
@@ -142,8 +142,8 @@ def _most(pruned: Counter[str], what: str) -> str:
 def plan_of(config: Config) -> Plan:
     """The config's own choices."""
     c, t = config.cluster, config.training
-    recompute = getattr(t, "recompute", "none") == "full"
-    trainer = Trainer(c.training_ranks, t.tp, t.pp, t.cp, getattr(t, "ep", 1), recompute)
+    recompute = t.recompute == "full"
+    trainer = Trainer(c.training_ranks, t.tp, t.pp, t.cp, t.ep, recompute)
     width = None if config.admission.policy == "fifo" else config.frontier_groups
     return Plan(Engines(c.rollout_ranks, config.engine.tp), trainer, width)
 
@@ -158,11 +158,9 @@ def keys_of(plan: Plan) -> dict[str, int | str]:
         "training.tp": trainer.tp,
         "training.pp": trainer.pp,
         "training.cp": trainer.cp,
+        "training.ep": trainer.ep,
+        "training.recompute": _word(trainer),
     }
-    if _knows("ep"):
-        keys["training.ep"] = trainer.ep
-    if _knows("recompute"):
-        keys["training.recompute"] = "full" if trainer.recompute else "none"
     if plan.frontier_groups is not None:
         keys["admission.frontier_groups"] = plan.frontier_groups
     return keys
@@ -184,18 +182,14 @@ def _with_engines(config: Config, engines: Engines) -> Config:
 
 
 def _with_trainer(config: Config, trainer: Trainer) -> Config:
-    keys = {"tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp}
-    if _knows("ep"):
-        keys["ep"] = trainer.ep
+    keys = {"tp": trainer.tp, "pp": trainer.pp, "cp": trainer.cp, "ep": trainer.ep, "recompute": _word(trainer)}
     training = config.training.model_copy(update=keys)
-    if _knows("recompute"):
-        training = training.model_copy(update={"recompute": "full" if trainer.recompute else "none"})
     cluster = config.cluster.model_copy(update={"training_ranks": trainer.ranks})
     return config.model_copy(update={"cluster": cluster, "training": training})
 
 
-def _knows(key: str) -> bool:
-    return key in Training.model_fields
+def _word(trainer: Trainer) -> str:
+    return "full" if trainer.recompute else "none"
 
 
 def _widths(config: Config) -> list[int | None]:
@@ -288,16 +282,16 @@ def _trainers(space: Space, ranks: int) -> Iterator[Trainer]:
     config, t = space.config, space.config.training
     if hardware_of(config).trainer is not None:
         space.pruned["trainer: hardware.trainer was measured with the config's layout alone"] += 1
-        own = Trainer(ranks, t.tp, t.pp, t.cp, getattr(t, "ep", 1), getattr(t, "recompute", "none") == "full")
+        own = Trainer(ranks, t.tp, t.pp, t.cp, t.ep, t.recompute == "full")
         if ranks % own.lockstep == 0:
             yield own
         return
     shape = shape_of(config)
-    for recompute in (False, True) if _knows("recompute") else (False,):
+    for recompute in (False, True):
         for tp in _powers(space.node):
             for pp in _divisors(shape.layers):
                 for cp in _powers(ranks):
-                    for ep in _divisors(shape.experts) if _knows("ep") else [1]:
+                    for ep in _divisors(shape.experts):
                         trainer = Trainer(ranks, tp, pp, cp, ep, recompute)
                         if trainer.lockstep <= ranks and ranks % trainer.lockstep == 0:
                             yield trainer
@@ -328,8 +322,6 @@ def _cut_refusal(shape: Shape, trainer: Trainer) -> str:
         return f"tp {trainer.tp} does not divide the model's {shape.kv_heads} key-value heads"
     if shape.experts > 1 and trainer.tp > 1:
         return "tp: a model with experts is cut by ep, pp and cp"
-    if trainer.ep > 1 and trainer.cp > 1:
-        return "ep and cp: experts are cut over data-parallel ranks"
     return ""
 
 

@@ -47,7 +47,7 @@ class TrainerMemory:
 
 def trainer_memory(config: Config, shape: Shape) -> TrainerMemory:
     t = config.training
-    ep = getattr(t, "ep", 1)
+    ep = t.ep
     dense, experts, ends = shape.dense_parameters, shape.parameters - shape.dense_parameters, shape.end_parameters
     fullest = ends if t.pp == 1 or shape.tied else ends / 2  # a tied one is held by the first and the last stage
     held_dense = ((dense - ends) / t.pp + fullest) / t.tp
@@ -63,7 +63,7 @@ def trainer_memory(config: Config, shape: Shape) -> TrainerMemory:
         copies=copies * held * shape.bytes_per_value,
         activations=_activations(config, shape),
         logits=4 * (LOGIT_COPIES * t.logprob_chunk_tokens + shape.hidden_size) * shape.vocabulary / t.tp,
-        offloaded=getattr(t.optimizer, "offload", False),
+        offloaded=t.optimizer.offload,
     )
 
 
@@ -77,7 +77,7 @@ def _activations(config: Config, shape: Shape) -> float:
     if shape.experts > 1:
         layer += 2 * shape.hidden_size * shape.experts_per_token  # to the experts and back
     layers = shape.layers / t.pp
-    recomputed = getattr(t, "recompute", "none") == "full"
+    recomputed = t.recompute == "full"
     kept = layers * shape.hidden_size + layer if recomputed else layers * layer
     return t.pp * tokens * kept * shape.bytes_per_value
 

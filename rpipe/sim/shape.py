@@ -83,10 +83,13 @@ def shape_of(config: Config) -> Shape:
             s.vocabulary,
             s.tied,
         )
+    if model.make is not None and model.make.architecture == "qwen3_moe":
+        raise ConfigError("model.make.architecture = qwen3_moe: nothing says how large it is; wanted: model.shape")
     if model.make is not None:
         m = model.make
         return _dense(m.hidden_size, m.intermediate_size, m.layers, m.heads, m.kv_heads, m.head_dim, CHARACTERS, m.tied, value)
-    assert model.path is not None
+    if model.path is None:
+        raise ConfigError("model.gguf: it is not read for its size; wanted: model.shape")
     return _read(Path(model.path).expanduser() / "config.json", value)
 
 
