@@ -38,12 +38,7 @@ def _admission(config: Config) -> Admission:
         return Fifo()
     if config.admission.policy == "frontier":
         return Frontier(config.frontier_groups)
-    return SoftFrontier(
-        config.frontier_groups,
-        config.rollout.trajectories_per_group,
-        config.groups_per_step,
-        config.admission.budget_tokens,
-    )
+    return SoftFrontier(config.frontier_groups, config.groups_per_step, config.admission.budget_tokens)
 
 
 def training_settings(config: Config) -> TrainingSettings:

@@ -8,16 +8,13 @@ Groups are asked about in submission order, one at a time, until one is refused.
 lowest submission order. Engines run small batches, so that each token comes sooner and the groups of the next optimizer step
 finish first. A group holds its place until its last trajectory is done: where rollout is the bottleneck, engines starve.
 
-`soft_frontier` decides how much may be *in flight*, in trajectories and KV tokens, not how many groups are open:
-
-    wide     up to what the engines can run at once: every slot has work, no token waits in an engine that could be elsewhere
-    narrow   `frontier_groups` x K trajectories: small batches, the first step's groups come as early as the frontier's
-
-It is narrow while two things hold: the trainer has less than one step's groups waiting or on their way (it would idle soon),
-and what is left to train takes longer than what is left to roll out, at the rates measured so far (so rollout can afford
-it). Before both rates are known only the first condition decides. In either width a finished trajectory's place is filled from
-the next group, and the engines' queues are ordered by priority, minus the submission order: what is backfilled never goes
-before the frontier.
+`soft_frontier` gives engines as much as they can run at once (every slot, within a budget of KV tokens) unless two things hold:
+the trainer would idle soon, and rollout can afford smaller batches. Then it is a frontier, `frontier_groups` wide and wider by
+every group that waits for the trainer. Rollout can afford it while what is left to roll out, and MARGIN more, takes less time
+than what is left to train before the last step, at the rates measured so far; before both are known it is taken to be so.
+Where rollout is the bottleneck this is fifo admission without the requests that would only wait in an engine; where training
+is, the first step's groups come as early as the paper's frontier brings them. In both the engines' queues are ordered by
+priority, minus the submission order: what is backfilled never starts before the frontier.
 
 KV tokens are what trajectories in flight are *expected* to need: prompt and the mean length of finished responses. That is
 cheap to get wrong: what does not fit after all waits in its engine's queue, which starts a request only when there is room,
@@ -26,7 +23,8 @@ in priority order; nothing that runs is evicted for it.
 Invariants (tests/unit/test_policies.py and tests/property/test_coordinators.py assert them):
 - groups enter in submission order, each once;
 - a hard frontier never has more than `frontier_groups` groups in service;
-- a soft frontier never leaves a slot empty that its width allows, and exceeds the width by less than one group;
+- a soft frontier sends less than one group more than the engines can run at once, and leaves no slot empty for long where
+  rollout is the bottleneck;
 - with nothing in flight the next group is never refused.
 
 Cost: O(1) a decision.
@@ -78,10 +76,12 @@ class Frontier:
         return load.groups_in_service < self.frontier_groups
 
 
+MARGIN = 0.1  # of the time left to roll out: rates move, and a rollout's last groups come slower than the others
+
+
 @dataclass(frozen=True, slots=True)
 class SoftFrontier:
-    frontier_groups: int  # the narrow width, in groups
-    trajectories_per_group: int  # K
+    frontier_groups: int  # F_w while nothing is ready for the trainer
     groups_per_step: int  # U
     budget_tokens: int | None = None  # KV tokens that may be in flight; None: the engines' capacity
 
@@ -89,17 +89,13 @@ class SoftFrontier:
         if not load.trajectories_in_flight:
             return True
         budget = self.budget_tokens if self.budget_tokens is not None else load.kv_tokens_capacity
-        if budget is not None and load.kv_tokens_expected >= budget:
+        if load.trajectories_in_flight >= load.slots or (budget is not None and load.kv_tokens_expected >= budget):
             return False
-        width = load.slots
-        if self.narrow(load):
-            width = min(width, self.frontier_groups * self.trajectories_per_group)
-        return load.trajectories_in_flight < width
+        return load.groups_in_service < self.frontier_groups + load.groups_ready or not self.has_time(load)
 
-    def narrow(self, load: RolloutLoad) -> bool:
-        """The trainer would idle, and rollout has time to spare."""
-        if load.groups_ready >= self.groups_per_step:
-            return False
+    def has_time(self, load: RolloutLoad) -> bool:
+        """Rollout will be done before the last step's training could begin, however small its batches are now."""
         if load.rollout_group_s is None or load.train_group_s is None:
             return True
-        return load.groups_untrained * load.train_group_s > load.groups_unserved * load.rollout_group_s
+        train_s = (load.groups_untrained - self.groups_per_step) * load.train_group_s
+        return train_s > (1 + MARGIN) * load.groups_unserved * load.rollout_group_s

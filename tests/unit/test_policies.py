@@ -32,42 +32,36 @@ def test_a_hard_frontier_never_holds_more_than_its_width():
     assert not policy.admits(load(groups_in_service=2))
 
 
-SOFT = SoftFrontier(frontier_groups=2, trajectories_per_group=4, groups_per_step=2)
+SOFT = SoftFrontier(frontier_groups=2, groups_per_step=2)
+SLOW_ROLLOUT = {"rollout_group_s": 2.0, "train_group_s": 1.0}
+SLOW_TRAINING = {"rollout_group_s": 1.0, "train_group_s": 2.0}
 
 
-def test_a_soft_frontier_is_narrow_until_the_first_step_s_groups_are_ready():
-    assert SOFT.admits(load(trajectories_in_flight=7))
-    assert not SOFT.admits(load(trajectories_in_flight=8))
-    assert SOFT.admits(load(trajectories_in_flight=8, groups_ready=2))
+@pytest.mark.parametrize("rates", [{}, SLOW_TRAINING])
+def test_a_soft_frontier_is_the_hard_one_until_groups_are_ready_and_wider_by_each_that_is(rates):
+    assert SOFT.admits(load(groups_in_service=1, **rates))
+    assert not SOFT.admits(load(groups_in_service=2, **rates))
+    assert SOFT.admits(load(groups_in_service=2, groups_ready=1, **rates))
+    assert not SOFT.admits(load(groups_in_service=3, groups_ready=1, **rates))
 
 
-def test_a_soft_frontier_gives_a_finished_trajectory_s_place_away_though_its_group_is_open():
-    assert not Frontier(2).admits(load(groups_in_service=2, trajectories_in_flight=2))
-    assert SOFT.admits(load(groups_in_service=2, trajectories_in_flight=7))
-
-
-def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_at_once():
-    slow_rollout = {"rollout_group_s": 2.0, "train_group_s": 1.0}
-    assert SOFT.admits(load(trajectories_in_flight=31, **slow_rollout))
-    assert not SOFT.admits(load(trajectories_in_flight=32, **slow_rollout)), "more would only wait in an engine"
-    slow_training = {"rollout_group_s": 1.0, "train_group_s": 2.0}
-    assert not SOFT.admits(load(trajectories_in_flight=8, **slow_training))
-    assert SOFT.admits(load(trajectories_in_flight=31, groups_ready=2, **slow_training)), "the trainer has enough"
+def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_and_no_more():
+    assert SOFT.admits(load(groups_in_service=9, trajectories_in_flight=31, **SLOW_ROLLOUT))
+    assert not SOFT.admits(load(trajectories_in_flight=32, **SLOW_ROLLOUT)), "more would only wait in an engine"
 
 
 def test_what_is_left_of_each_stage_decides_not_its_rate_alone():
-    rates = {"rollout_group_s": 1.5, "train_group_s": 1.0}
-    assert SOFT.narrow(load(groups_unserved=10, groups_untrained=16, **rates))
-    assert not SOFT.narrow(load(groups_unserved=16, groups_untrained=16, **rates))
+    assert SOFT.has_time(load(groups_unserved=6, groups_untrained=16, **SLOW_ROLLOUT))
+    assert not SOFT.has_time(load(groups_unserved=7, groups_untrained=16, **SLOW_ROLLOUT))
+    assert not SOFT.has_time(load(groups_unserved=2, groups_untrained=3, **SLOW_TRAINING)), "the last step comes after rollout"
 
 
 def test_the_kv_budget_is_the_engines_capacity_unless_said():
-    wide = {"trajectories_in_flight": 8, "groups_ready": 9}
-    assert SOFT.admits(load(**wide, kv_tokens_expected=999, kv_tokens_capacity=1_000))
-    assert not SOFT.admits(load(**wide, kv_tokens_expected=1_000, kv_tokens_capacity=1_000))
-    assert SOFT.admits(load(**wide, kv_tokens_expected=10**9)), "no budget is known"
-    half = SoftFrontier(2, 4, 2, budget_tokens=500)
-    assert not half.admits(load(**wide, kv_tokens_expected=500, kv_tokens_capacity=1_000))
+    assert SOFT.admits(load(**SLOW_ROLLOUT, kv_tokens_expected=999, kv_tokens_capacity=1_000))
+    assert not SOFT.admits(load(**SLOW_ROLLOUT, kv_tokens_expected=1_000, kv_tokens_capacity=1_000))
+    assert SOFT.admits(load(**SLOW_ROLLOUT, kv_tokens_expected=10**9)), "no budget is known"
+    half = SoftFrontier(2, 2, budget_tokens=500)
+    assert not half.admits(load(**SLOW_ROLLOUT, kv_tokens_expected=500, kv_tokens_capacity=1_000))
     assert half.admits(load(trajectories_in_flight=0, kv_tokens_expected=10**9)), "nothing would ever run"
 
 
