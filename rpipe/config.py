@@ -40,6 +40,7 @@ class Cluster(Section):
     rollout_ranks: Count = 1
     training_ranks: Count = 1
     devices_per_node: Count | None = None  # ranks a node takes; default: what Slurm says, on cpu as few as fit
+    share_device: bool = False  # every rank uses its node's first device: to try all of it on one GPU
     interface: str | None = None  # of sockets, gloo, NCCL, HCCL: eth0, or 10.1.0.0/16 where names differ; default: found
     threads_per_rank: Count = 1
     device_memory_bytes: Count | None = None  # to plan for; default: the device's, on cpu the host's for all ranks

@@ -57,7 +57,7 @@ def problems(c: Config) -> list[str]:
             f"channel.backend = {c.backend} does not run on cluster.accelerator = {c.cluster.accelerator};"
             f" wanted: gloo or {wants}"
         )
-    return [*found, *_losses(c), *_not_built(c), *_without_effect(c)]
+    return [*found, *_losses(c), *_one_device(c), *_not_built(c), *_without_effect(c)]
 
 
 def _losses(c: Config) -> list[str]:
@@ -80,6 +80,15 @@ def _losses(c: Config) -> list[str]:
     if c.training.optimizer.offload and c.cluster.accelerator == "cpu":
         found.append("training.optimizer.offload: on a CPU the optimizer is in host memory already; wanted: false")
     return found
+
+
+def _one_device(c: Config) -> list[str]:
+    if c.cluster.share_device and (c.cluster.training_ranks > 1 or c.backend != "gloo"):
+        return [
+            "cluster.share_device wants cluster.training_ranks = 1 and channel.backend = gloo"
+            " (NCCL and HCCL refuse a device that is twice in a communicator)"
+        ]
+    return []
 
 
 def _not_built(c: Config) -> list[str]:

@@ -178,6 +178,6 @@ def _engine(config: Config, index: int, run_dir: RunDir) -> Engine:
         return scripted  # type: ignore[no-any-return]
     from rpipe.rollout.sglang_engine import SglangEngine
 
-    first = devices.local_rank()
+    first = 0 if config.cluster.share_device else devices.local_rank()
     slots = None if config.cluster.accelerator == "cpu" else tuple(range(first, first + config.engine.tp))
     return SglangEngine(config, index, run_dir.model_of(config), run_dir.logs, slots)

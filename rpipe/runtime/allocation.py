@@ -122,8 +122,8 @@ def plan(config: Config, found: tuple[Component, ...]) -> Plan:
 def _nodes(config: Config, component: Component) -> list[Node] | None:
     """None where nothing says how many ranks a node takes."""
     asked, given = config.cluster.devices_per_node, component.devices
-    if config.cluster.accelerator == "cpu":
-        given = None  # its devices are not ours
+    if config.cluster.accelerator == "cpu" or config.cluster.share_device:
+        given = None  # devices do not count the ranks
     elif given is None and asked is None:
         raise LaunchError(
             "how many devices has a node? Slurm does not say (SLURM_GPUS_ON_NODE); wanted: sbatch --gpus-per-node=8,"

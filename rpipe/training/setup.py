@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
     """This rank's part of training; returns why it ended, "" at a normal end."""
     devices.prepare(config.cluster.accelerator)
-    device = devices.select(config.cluster.accelerator)
+    device = devices.select(config.cluster.accelerator, 0 if config.cluster.share_device else None)
     role_world(world, BACKENDS[config.cluster.accelerator], config.cluster.interface, config.limits.collective_s)
     import rpipe.training.megatron  # noqa: F401  (seconds of import, while the rollout side makes the model)
 

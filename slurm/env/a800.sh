@@ -1,4 +1,4 @@
-# 8 x A800 a node, InfiniBand or RoCE. Unrun: written from NVIDIA's and SGLang's documents. docs/slurm.md says how to check each.
+# 8 x A800 a node, InfiniBand or RoCE. Unrun: written from NVIDIA's and SGLang's documents. docs/slurm.md says how to check.
 # module load cuda/12.8 openmpi/5.0                        # your site's names, in slurm/env/site.sh
 export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1      # Megatron with tensor parallelism: the order of launches is the order of work

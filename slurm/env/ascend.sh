@@ -1,4 +1,4 @@
-# 8 x Ascend 910B3 a node, RoCE of the NPUs' own. Unrun: written from CANN's and MindSpeed's documents. docs/slurm.md says how to check.
+# 8 x Ascend 910B3 a node, RoCE of the NPUs' own. Unrun: from CANN's and MindSpeed's documents. docs/slurm.md: how to check.
 # . /usr/local/Ascend/ascend-toolkit/set_env.sh            # your site's place, in slurm/env/site.sh
 export no_proxy="127.0.0.1,localhost${no_proxy:+,$no_proxy}"
 export HCCL_CONNECT_TIMEOUT=${HCCL_CONNECT_TIMEOUT:-600}  # s, while the first collective waits for its last rank

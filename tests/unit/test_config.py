@@ -124,3 +124,10 @@ def test_layouts_that_cannot_train_are_refused(tmp_path, overrides, words):
 def test_exact_mode_refuses_micro_batches_that_span_groups(tmp_path):
     with pytest.raises(config.ConfigError, match=r"exact wants training\.packing = group"):
         config.load(write(tmp_path, GOOD), ["pipeline.mode=exact", "training.packing=global"])
+
+
+def test_one_device_for_all_ranks_wants_gloo_between_them(tmp_path):
+    shared = {**GOOD, "cluster": {"accelerator": "cuda", "share_device": True}}
+    with pytest.raises(config.ConfigError, match=r"cluster\.share_device wants .* channel\.backend = gloo"):
+        config.load(write(tmp_path, shared))
+    assert config.load(write(tmp_path, {**shared, "channel": {"backend": "gloo"}})).cluster.share_device
