@@ -49,15 +49,15 @@ class Seat:
     node: str
     device: int  # of the node, from 0
     role: Role
-    member: int  # engine of rollout, data-parallel replica of training
+    member: int  # engine of rollout, replica of training (ranks in lockstep)
 
 
-def parts(rollout_ranks: int, engine_tp: int, training_ranks: int, tp: int, pp: int, cp: int) -> tuple[Part, Part]:
-    """Training ranks in Megatron's order: tensor, context, data, pipeline; so a replica's pipeline stages lie apart."""
-    replicas = training_ranks // (tp * pp * cp)
+def parts(rollout_ranks: int, engine_tp: int, training_ranks: int, tp: int, pp: int, cp: int, ep: int = 1) -> tuple[Part, Part]:
+    """Training ranks in Megatron's order: tensor, context, expert, data, pipeline; so a replica's pipeline stages lie apart."""
+    replicas = training_ranks // (tp * pp * cp * ep)
     return (
         Part("rollout", rollout_ranks, engine_tp, engine_tp, rollout_ranks // engine_tp),
-        Part("training", training_ranks, tp, tp * cp, replicas),
+        Part("training", training_ranks, tp, tp * cp * ep, replicas),
     )
 
 

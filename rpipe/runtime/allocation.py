@@ -106,6 +106,7 @@ def plan(config: Config, found: tuple[Component, ...]) -> Plan:
         training.tp,
         training.pp,
         training.cp,
+        training.ep,
     )
     try:
         nodes = [_nodes(config, component) for component in found]
