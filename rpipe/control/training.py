@@ -19,6 +19,7 @@ IO, as control.rollout is.
 from __future__ import annotations
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -45,7 +46,7 @@ from rpipe.core.events import (
     WeightsPublished,
 )
 from rpipe.core.types import GroupId, Version
-from rpipe.policy.batching import Item, owners, pack
+from rpipe.policy.batching import Item, owners, pack, prefix
 
 AHEAD = 2  # micro-batches a replica may hold: one it works on and one that is already there
 
@@ -68,7 +69,7 @@ class Step:
 
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
     queues: list[list[list[Item]]] = field(default_factory=list)  # of cut micro-batches: one for all in fifo, else one each
-    waiting: list[Item] = field(default_factory=list)  # fifo with global packing: cut when a replica is free
+    waiting: deque[Item] = field(default_factory=deque)  # fifo with global packing: cut when a replica is free
     held: list[int] = field(default_factory=list)  # micro-batches on each replica
     closed: bool = False  # no group will join
     finishing: bool = False
@@ -254,12 +255,13 @@ class TrainingCoordinator:
         if not idle or not step.waiting:
             return []
         commands: list[TrainingCommand] = []
-        taken: set[Item] = set()
-        for replica, share in zip(idle, owners(step.waiting, len(idle))):
-            for batch in pack(share, self.settings.micro_batch_tokens)[:1]:
-                commands.append(self._micro_batch(step, replica, batch))
-                taken.update(batch)
-        step.waiting = [item for item in step.waiting if item not in taken]
+        left: list[Item] = []
+        budget = self.settings.micro_batch_tokens
+        for replica, share in zip(idle, owners(prefix(step.waiting, len(idle) * budget), len(idle))):
+            packed = pack(share, budget)
+            commands += [self._micro_batch(step, replica, batch) for batch in packed[:1]]
+            left += [item for batch in packed[1:] for item in batch]
+        step.waiting.extendleft(reversed(left))
         return commands
 
     def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:

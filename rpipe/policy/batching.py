@@ -12,6 +12,7 @@ Invariants (tests/property/test_batching.py asserts each):
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,3 +49,13 @@ def pack(items: Sequence[Item], budget_tokens: int) -> list[list[Item]]:
         packed[-1].append(item)
         tokens += item.tokens
     return packed
+
+
+def prefix(items: deque[Item], budget_tokens: int) -> list[Item]:
+    """Take the first items, as many as the budget allows, and at least one. O(what is taken)."""
+    taken: list[Item] = []
+    tokens = 0
+    while items and (not taken or tokens + items[0].tokens <= budget_tokens):
+        taken.append(items.popleft())
+        tokens += taken[-1].tokens
+    return taken

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpipe.policy.batching import Item, owners, pack
+from rpipe.policy.batching import Item, owners, pack, prefix
 
 lengths = st.lists(st.integers(1, 5_000), min_size=1, max_size=60)
 
@@ -41,3 +42,12 @@ def test_no_two_neighbours_would_have_fitted_together(tokens, budget):
     packed = pack(items(tokens), budget)
     for left, right in pairwise(packed):
         assert sum(i.tokens for i in left) + right[0].tokens > budget
+
+
+@given(lengths, st.integers(1, 20_000))
+def test_a_prefix_takes_the_first_as_far_as_they_fit_and_leaves_the_rest(tokens, budget):
+    left = deque(items(tokens))
+    taken = prefix(left, budget)
+    assert taken and [*taken, *left] == items(tokens)
+    assert len(taken) == 1 or sum(i.tokens for i in taken) <= budget
+    assert not left or sum(i.tokens for i in taken) + left[0].tokens > budget
