@@ -64,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
             raise RunError("--json, --csv, --timeline and --trace want one run")
         if asked.iteration is not None and not asked.timeline:
             raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
-        reports = [report(run, _name(run)) for run in asked.runs]
+        pages = _pages(asked.runs, asked.html)
+        reports = [page["report"] for page in pages] or [report(run, _name(run)) for run in asked.runs]
         if asked.csv:
             _write_csv(asked.csv, reports[0])
         if asked.trace:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
             print(f"wrote {asked.trace}: {trace.write(asked.runs[0], asked.trace):,} events", file=sys.stderr)
         if asked.html is not None:
-            _write_page(asked.html, asked.runs)
+            _write_page(asked.html, asked.runs, pages)
         if asked.timeline:
             from rpipe.analysis.picture import draw  # matplotlib takes a second to import
 
@@ -221,17 +222,25 @@ def _side_by_side(reports: list[Report]) -> Table:
     return table
 
 
-def _write_page(target: Path, runs: Sequence[Path]) -> None:
-    """`target` "." stands for RUN/report.html, where one run is given."""
-    from rpipe.analysis import page, page_data
-
+def _pages(runs: Sequence[Path], wanted: Path | None) -> list[Report]:
+    """What the page shows of each run, its report among it; nothing where no page is wanted."""
+    if wanted is None:
+        return []
     if len(runs) > 2:
         raise RunError("--html shows one run, or two side by side")
-    if target == Path():
-        if len(runs) > 1:
-            raise RunError("--html wants a FILE where two runs are compared")
-        target = runs[0] / "report.html"
-    page.write(target, [page_data.of_run(run, _name(run)) for run in runs])
+    if len(runs) == 2 and wanted == Path():
+        raise RunError("--html wants a FILE where two runs are compared")
+    from rpipe.analysis.page_data import of_run
+
+    return [of_run(run, _name(run)) for run in runs]
+
+
+def _write_page(target: Path, runs: Sequence[Path], pages: list[Report]) -> None:
+    """`target` "." stands for RUN/report.html."""
+    from rpipe.analysis import page
+
+    target = runs[0] / "report.html" if target == Path() else target
+    page.write(target, pages)
     print(f"wrote {target}", file=sys.stderr)
 
 

@@ -37,7 +37,7 @@ function stackedBars(into, title, rows, colours) {
   into.append(legend);
 }
 
-const CHART = { width: 380, height: 190, left: 46, right: 10, top: 8, bottom: 36 };
+const CHART = { width: 310, height: 170, left: 46, right: 10, top: 8, bottom: 36 };
 
 function frame(yLow, yHigh, xText, yFormat) {
   const { width, height, left, right, top, bottom } = CHART;
@@ -107,8 +107,8 @@ function histogram(title, series, order, label, xText) {
   const share = (one, key, i) => (one.bins.get(key) || 0) / sums[i];
   const highest = Math.max(...series.flatMap((one, i) => order.map((key) => share(one, key, i))));
   const { made, y } = frame(0, highest || 1, xText, percent);
-  const each = (width - left - right) / order.length;
-  const every = Math.ceil(order.length / 7);
+  const each = Math.min(46, (width - left - right) / order.length);
+  const every = Math.ceil(order.length / 5);
   order.forEach((key, at) => {
     series.forEach((one, i) => {
       const part = Math.max(1, (each - (each > 4 ? 1.5 : 0)) / series.length);

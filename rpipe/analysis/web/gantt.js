@@ -60,8 +60,7 @@ class Gantt {
 
   rows(c, detail, width, height) {
     const start = detail.start;
-    const ends = detail.groups.map((g) => Math.max(...g.slice(1, 7).filter((t) => t !== null), start));
-    const end = Math.max(detail.train_end || 0, detail.rollout_end || 0, ...ends);
+    const end = start + Math.max(...RUNS.map((run) => lasted(detailOf(run, shown.iteration)))); // two runs on one scale
     const left = 56;
     const x = (t) => left + ((t - start) / (end - start || 1)) * (width - left - 12);
     for (const at of ticks(0, end - start, Math.max(3, Math.floor(width / 120)))) {
@@ -117,6 +116,12 @@ class Gantt {
     bar(arrived, dispatched, colour("fifo"));
     bar(dispatched, trained, paint.ofGroup(group));
   }
+}
+
+function lasted(detail) {
+  if (!detail) return 0;
+  const ends = detail.groups.flatMap((g) => g.slice(1, 7).filter((t) => t !== null));
+  return Math.max(detail.train_end || 0, detail.rollout_end || 0, ...ends, detail.start) - detail.start;
 }
 
 function ganttLegend(into) {

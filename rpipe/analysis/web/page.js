@@ -32,6 +32,26 @@ function tiles() {
   }
 }
 
+// Medians of two runs, and what the second is of the first.
+function against() {
+  if (!TWO) return;
+  byId("against").hidden = false;
+  const [a, b] = RUNS.map((run) => run.report.run);
+  const heads = ["median", RUNS[0].name, RUNS[1].name, "second / first"];
+  const body = element("tbody");
+  const line = (title, first, second, format) => {
+    if (missing(first) && missing(second)) return;
+    const ratio = missing(first) || missing(second) || !first ? "–" : (second / first).toFixed(3);
+    body.append(element("tr", {}, ...[title, format(first), format(second), ratio].map((text) => element("td", {}, text))));
+  };
+  for (const [key, title, format] of COLUMNS.slice(1)) line(title, a.medians[key], b.medians[key], format);
+  line("tokens/s of rollout", a.tokens_per_s, b.tokens_per_s, whole);
+  line("publish", a.publish_s, b.publish_s, seconds);
+  line("the whole job", a.seconds, b.seconds, seconds);
+  const head = element("tr", {}, ...heads.map((text, i) => element("th", { class: ["", "run-a", "run-b", ""][i] }, text)));
+  byId("against").lastElementChild.append(element("table", {}, element("thead", {}, head), body));
+}
+
 function why() {
   const bars = byId("bars");
   const time = RUNS.map((run, i) => {
@@ -222,6 +242,7 @@ function keys(event) {
 
 function start() {
   tiles();
+  against();
   why();
   RUNS.forEach((run, i) => {
     if (!run.details.length) return;
