@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from rpipe.analysis.foreign.report import report as foreign
 from rpipe.analysis.run import RunError
 from rpipe.analysis.summary import Report, report
 
@@ -40,6 +41,19 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("reward_mean", "reward", ".3f"),
     ("logprob_gap_mean", "log-prob\ngap", ".1e"),
     ("logprob_gap_max", "\nmax", ".1e"),
+)
+# what other systems' logs tell beside those
+FOREIGN_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("trajectories", "trajec-\ntories", "g"),
+    ("response_tokens_mean", "response\ntokens", ",.0f"),
+    ("response_characters_mean", "response\ncharacters", ",.0f"),
+    ("turns_mean", "turns", ".1f"),
+    ("tokens", "tokens in\nand out", ",.0f"),
+    ("publish_s", "publish\ns", ".2f"),
+    ("checkpoint_s", "save\ns", ".2f"),
+    ("reward_s", "rewards\ns", ".2f"),
+    ("tool_s", "tools\ns", ".2f"),
+    ("trajectory_s_mean", "trajectory\ns", ".2f"),
 )
 NARROW = {"iteration", "rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s", "waiting_ratio_busy", "steps"}
 NARROW |= {"reward_mean", "logprob_gap_mean"}  # the columns of a terminal that has no room for all
@@ -65,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
         if asked.iteration is not None and not asked.timeline:
             raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
         pages = _pages(asked.runs, asked.html)
-        reports = [page["report"] for page in pages] or [report(run, _name(run)) for run in asked.runs]
+        reports = [page["report"] for page in pages] or [_report(run) for run in asked.runs]
         if asked.csv:
             _write_csv(asked.csv, reports[0])
         if asked.trace:
@@ -94,6 +108,11 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(console, reports[0])
     return 0
+
+
+def _report(run: Path) -> Report:
+    """Of a run dir, or of another system's log."""
+    return foreign(run, run.name) or report(run, _name(run))
 
 
 def write(run_dir: Path) -> str:
@@ -169,6 +188,9 @@ def _duration(seconds: float) -> str:
 
 def _show(console: Console, told: Report) -> None:
     rows: list[Report] = told["iterations"]
+    if "system" in told["run"]:
+        _show_foreign(console, told)
+        return
     if rows:
         console.print(_iterations(rows, told["run"]["medians"], console.width < ALL_COLUMNS_WIDTH))
     if told["evaluations"]:
@@ -177,21 +199,36 @@ def _show(console: Console, told: Report) -> None:
     console.print(summary(told), soft_wrap=True, markup=False)
 
 
+def _show_foreign(console: Console, told: Report) -> None:
+    run = told["run"]
+    console.print(_iterations(told["iterations"], run["medians"], False))
+    if told["evaluations"]:
+        console.print(_evaluations(told["evaluations"]), soft_wrap=True)
+    if run["time_s"]:
+        console.print(where_time_went(told), soft_wrap=True)
+    console.print(f"{run['name']}: {run['system']}, {len(told['iterations'])} rows", markup=False)
+    for line in run["unread"]:
+        console.print(f"  note: {line}", soft_wrap=True, markup=False)
+
+
 def _iterations(rows: list[Report], medians: Report, narrow: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns = [column for column in COLUMNS if not narrow or column[0] in NARROW]
+    if "rollout_s" not in rows[0] or "raw" in rows[0]:  # another system's: the columns that it fills
+        known = [column for column in (*COLUMNS, *FOREIGN_COLUMNS) if any(row.get(column[0]) is not None for row in rows)]
+        columns = [(key, heading, "g" if key == "iteration" else spec) for key, heading, spec in known]
     for _, heading, _ in columns:
         table.add_column(heading, justify="right", vertical="bottom", no_wrap=True)
     many = len(rows) > ALL_ROWS
     for row in rows[:EDGE_ROWS] if many else rows:
-        table.add_row(*(_f(row[key], spec) for key, _, spec in columns))
+        table.add_row(*(_f(row.get(key), spec) for key, _, spec in columns))
     if many:
         table.add_row(f"+{len(rows) - 2 * EDGE_ROWS}", *("..." for _ in columns[1:]), style="dim")
         for row in rows[-EDGE_ROWS:]:
-            table.add_row(*(_f(row[key], spec) for key, _, spec in columns))
+            table.add_row(*(_f(row.get(key), spec) for key, _, spec in columns))
     if len(rows) > 1:
         table.add_section()
-        table.add_row("median", *(_f(medians[key], spec) for key, _, spec in columns[1:]), style="bold")
+        table.add_row("median", *(_f(medians.get(key), spec) for key, _, spec in columns[1:]), style="bold")
     return table
 
 
@@ -218,7 +255,7 @@ def _side_by_side(reports: list[Report]) -> Table:
     specs = {key: spec for key, _, spec in COLUMNS}
     for key in COMPARED:
         table.add_row(key, *(_f(told["run"]["medians"].get(key), specs[key]) for told in reports))
-    table.add_row("tokens_per_s", *(_f(told["run"]["tokens_per_s"], ",.0f") for told in reports))
+    table.add_row("tokens_per_s", *(_f(told["run"].get("tokens_per_s"), ",.0f") for told in reports))
     return table
 
 
@@ -230,16 +267,18 @@ def _pages(runs: Sequence[Path], wanted: Path | None) -> list[Report]:
         raise RunError("--html shows one run, or two side by side")
     if len(runs) == 2 and wanted == Path():
         raise RunError("--html wants a FILE where two runs are compared")
-    from rpipe.analysis.page_data import of_run
+    from rpipe.analysis.page_data import of_report, of_run
 
-    return [of_run(run, _name(run)) for run in runs]
+    told = [foreign(run, run.name) for run in runs]
+    return [of_report(one) if one is not None else of_run(run, _name(run)) for one, run in zip(told, runs)]
 
 
 def _write_page(target: Path, runs: Sequence[Path], pages: list[Report]) -> None:
-    """`target` "." stands for RUN/report.html."""
+    """`target` "." stands for RUN/report.html, or for LOG.report.html beside a log."""
     from rpipe.analysis import page
 
-    target = runs[0] / "report.html" if target == Path() else target
+    if target == Path():
+        target = runs[0] / "report.html" if runs[0].is_dir() else runs[0].with_name(f"{runs[0].name}.report.html")
     page.write(target, pages)
     print(f"wrote {target}", file=sys.stderr)
 
@@ -247,8 +286,8 @@ def _write_page(target: Path, runs: Sequence[Path], pages: list[Report]) -> None
 def _write_csv(path: Path, told: Report) -> None:
     names = ["iteration", *COMPARED]
     if told["iterations"]:
-        names = list(told["iterations"][0])
+        names = [name for name in told["iterations"][0] if name != "raw"]
     with path.open("w", newline="") as file:
-        out = csv.DictWriter(file, names)
+        out = csv.DictWriter(file, names, extrasaction="ignore")
         out.writeheader()
         out.writerows(told["iterations"])

@@ -57,6 +57,22 @@ def of_run(run: Path, name: str) -> dict[str, Any]:
     return data
 
 
+def of_report(told: dict[str, Any]) -> dict[str, Any]:
+    """Of another system's log: there is a report, and nothing to draw lane by lane."""
+    run = {"medians": {}, "history": [], "waiting": {}, **told["run"]}
+    rows = [{key: value for key, value in row.items() if key != "raw"} for row in told["iterations"]]
+    return {
+        "name": told["run"]["name"],
+        "report": {**told, "iterations": rows, "run": run},
+        "sentences": {},
+        "causes": {},
+        "spread": {},
+        "attempts": [],
+        "details": [],
+        "unread": told["run"]["unread"],
+    }
+
+
 def choose(found: RunSummary) -> set[tuple[int, int]]:
     """(attempt, iteration) pairs that fit into the page; at least one."""
     sizes = {(index, n): max(1, at.trajectories) for index, a in enumerate(found.attempts) for n, at in a.iterations.items()}

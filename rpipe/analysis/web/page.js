@@ -19,11 +19,12 @@ function tiles() {
     ["the trainer waits", (run) => percent(run.report.run.medians.waiting_ratio_busy), () => "of it, median"],
     ["first dispatch", (run) => seconds(run.report.run.medians.first_dispatch_s), () => "median"],
     ["rollout speed", (run) => short(run.report.run.tokens_per_s), () => "tokens/s"],
-    ["held-out reward", (run) => rise(edge(run.report.evaluations, "reward_mean")), (run) => (run.report.evaluations.length ? `${run.report.evaluations[0].count} trajectories` : "no evaluation")],
+    ["held-out reward", (run) => rise(edge(run.report.evaluations, "reward_mean")), (run) => (run.report.evaluations[0]?.count ? `${run.report.evaluations[0].count} trajectories` : "first, last evaluation")],
     ["training reward", (run) => rise(edge(rowsOf(run), "reward_mean")), () => "first, last iteration"],
     ["response", (run) => `${whole(run.report.run.response_tokens_p50)} tokens`, (run) => `p95 ${whole(run.report.run.response_tokens_p95)}, ${percent(run.report.run.truncation_rate)} cut`],
   ];
   for (const [name, value, more] of facts) {
+    if (RUNS.every((run) => value(run).startsWith("–"))) continue;
     const values = RUNS.map((run, i) => element("span", TWO ? { class: i ? "run-b" : "run-a" } : {}, value(run)));
     const said = TWO ? RUNS.map(more) : [more(RUNS[0])];
     byId("tiles").append(
@@ -107,11 +108,15 @@ function curves() {
 }
 
 function histograms() {
+  if (!RUNS.some((run) => run.spread.length)) {
+    byId("spread").hidden = true;
+    return;
+  }
   const into = byId("histograms");
   const series = (make) => RUNS.map((run, i) => ({ name: run.name, colour: runColour(i), bins: new Map(make(run.spread || {})) }));
   const draw = () => {
     into.replaceChildren();
-    const width = Math.max(...RUNS.map((run) => (run.spread ? run.spread.length.width : 1)));
+    const width = Math.max(...RUNS.map((run) => (run.spread.length ? run.spread.length.width : 1)));
     const lengths = series((s) => {
       const bins = new Map();
       if (s.length) s.length.counts.forEach((n, i) => bins.set(Math.floor((i * s.length.width) / width) * width, (bins.get(Math.floor((i * s.length.width) / width) * width) || 0) + n));
@@ -151,6 +156,8 @@ function attempts() {
   const into = byId("history");
   RUNS.forEach((run, i) => {
     if (TWO) into.append(element("h3", { class: i ? "run-b" : "run-a" }, run.name));
+    for (const line of run.unread || []) into.append(element("p", {}, line));
+    if (!run.attempts.length) return;
     const table = element("table", {}, element("thead", {}, element("tr", {}, ...["attempt", "began", "lasted", "gap before", "done again later", "ended"].map((text, at) => element("th", at === 5 ? { class: "words" } : {}, text)))));
     const body = element("tbody");
     for (const a of run.attempts) {
@@ -162,7 +169,6 @@ function attempts() {
     into.append(table);
     const counted = Object.entries(run.report.run.other_events || {});
     if (counted.length) into.append(element("p", {}, `Other events: ${counted.map(([kind, n]) => `${kind} ${n}`).join(", ")}`));
-    for (const line of run.unread || []) into.append(element("p", {}, line));
   });
 }
 
@@ -184,7 +190,7 @@ function table() {
 
 // ---- choosing
 
-const ITERATIONS = [...new Set(RUNS.flatMap((run) => run.attempts.flatMap((a) => (a.iterations || []).map((one) => one[0]))))].sort((a, b) => a - b);
+const ITERATIONS = [...new Set(RUNS.flatMap((run) => run.attempts.flatMap((a) => a.iterations.map((one) => one[0]))))].sort((a, b) => a - b);
 
 function neighbour(by) {
   const at = shown.iteration === null ? (by > 0 ? -1 : ITERATIONS.length) : ITERATIONS.indexOf(shown.iteration);
