@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -35,6 +36,8 @@ from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.stop import STOPPED, listen
 from rpipe.runtime.supervise import STOPPED_FILE
 from rpipe.runtime.world import World
+
+ABORT_S = 10  # for MPI to end all ranks once one has failed; then this one ends by itself
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,6 +57,8 @@ def main(argv: list[str] | None = None) -> int:
         return run(config, world, run_dir)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         fail(run_dir, rank, error)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(ABORT_S)  # where the starter is cut off, too, to abort would wait for it
         raise  # mpi4py's runner aborts the whole job
 
 
@@ -62,7 +67,9 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
     from rpipe.rollout import setup as rollout
     from rpipe.training import setup as training
 
-    mailbox = Mailbox(world.comm, heartbeat_peers(config, world), config.limits.heartbeat_s)
+    limits = config.limits
+    stuck_s = max(limits.message_s, limits.start_s) + limits.collective_s  # more than any wait that ends by itself
+    mailbox = Mailbox(world.comm, heartbeat_peers(config, world), limits.heartbeat_s, limits.start_s, stuck_s)
     with EventLog(run_dir.events, world.rank) as log:
         about = {"role": world.role, "host": world.host, "attempt": run_dir.attempt, "pid": os.getpid()}
         log.note(world.clock(), "JobStarted", **about, unix_s=time.time())  # places attempts on one calendar

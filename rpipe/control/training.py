@@ -180,8 +180,6 @@ class TrainingCoordinator:
 
     def _advance(self) -> list[TrainingCommand]:
         commands: list[TrainingCommand] = []
-        if self._stop is not None and self._saving and self._step is None:
-            return commands  # the checkpoint being saved is the end: a step begun now would be lost
         step = self._step
         if self._stop is not None and self._saving and self._between_steps:
             return commands  # the run ends with this checkpoint: what would begin now would be lost

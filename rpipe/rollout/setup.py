@@ -91,15 +91,19 @@ async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> 
         while True:
             for _, message in mailbox.poll():
                 if isinstance(message, CloseEngine):
-                    return ""
+                    break
                 assert owner is not None
                 owner.handle(message)
-            mailbox.check_silence(config.limits.message_s, lambda: "the rollout coordinator")
-            await asyncio.sleep(PARK_S if owner is None else 0.001)
+            else:
+                mailbox.check_silence(config.limits.message_s, lambda: "the rollout coordinator")
+                await asyncio.sleep(PARK_S if owner is None else 0.001)
+                continue
+            break
     finally:
         if owner is not None:
             await owner.close()
-            mailbox.drain(config.limits.stop_s)
+    mailbox.drain(config.limits.stop_s)  # not where the coordinator is silent: it would take nothing
+    return ""
 
 
 def load(config: Config, run_dir: RunDir) -> RolloutData:

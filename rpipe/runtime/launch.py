@@ -19,6 +19,7 @@ from rpipe.data import gguf_model
 from rpipe.data.entry import DataError
 from rpipe.data.jsonl import jsonl_entries
 from rpipe.runtime import allocation, environment, mpirun
+from rpipe.runtime import attempt as attempt_record
 from rpipe.runtime.allocation import Plan
 from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
@@ -67,7 +68,9 @@ def _attempt(
         plan.write(run.seats)
         _say(plan.table())
     began = time.monotonic()
+    begun = attempt_record.begin(run)
     outcome = _job(config, starter, plan, run, module)
+    attempt_record.end(run, begun, outcome.code, outcome.cause)
     log = run.attempt_path / "job.log"
     if outcome.code == 1:
         _complain(f"run ended: {outcome.cause}; see {log}")
