@@ -30,6 +30,7 @@ from rpipe import config as configuration
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
 from rpipe.runtime import allocation, network
+from rpipe.runtime import device as devices
 from rpipe.runtime import world as worlds
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.rundir import RunDir
@@ -78,7 +79,7 @@ def run(config: Config, world: World, run_dir: RunDir) -> int:
             reason = training.run(config, world, run_dir, log, mailbox)
         else:
             reason = asyncio.run(rollout.run(config, world, run_dir, log, mailbox))
-        log.note(world.clock(), "JobEnded", reason=reason)
+        log.note(world.clock(), "JobEnded", reason=reason, peak_bytes=devices.peak_bytes(config.cluster.accelerator))
     worlds.quiet_barrier(world.comm, config.limits.message_s, "all ranks to end", mailbox)
     reason = next(filter(None, world.comm.allgather(reason)), "")
     if reason == STOPPED and world.rank == 0:

@@ -83,10 +83,10 @@ def memory_bytes(accelerator: Accelerator) -> int:
     return found
 
 
-def peak_bytes(device: torch.device) -> int:
+def peak_bytes(accelerator: Accelerator) -> int:
     """The most that this process has held: on the accelerator, or resident in host memory on a CPU."""
-    if device.type != "cpu":
-        return int(_module(device.type).max_memory_allocated(device))
+    if accelerator != "cpu":  # 0 in a process that did not touch it
+        return int(_module(accelerator).max_memory_allocated()) if _module(accelerator).is_initialized() else 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

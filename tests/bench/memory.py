@@ -45,7 +45,7 @@ def main() -> None:
     print(f"{'estimated':40} {need.total / 2**20:8.0f} MiB")
     for phase, size in told:
         print(f"{'held after ' + phase:40} {size / 2**20:8.0f} MiB")
-    peak = devices.peak_bytes(device)
+    peak = devices.peak_bytes(config.cluster.accelerator)
     print(f"{'held at most':40} {peak / 2**20:8.0f} MiB, {peak / need.total:.2f} of the estimate")
 
 

@@ -92,7 +92,7 @@ def large(folder: Path, accelerator: str, **training: Any) -> dict[str, Any]:
     estimate = memory.training(config, hf.read_shape(folder))
     return {
         "tokens_per_s": TOKENS / min(seconds[1:]),
-        "peak_bytes": devices.peak_bytes(device),
+        "peak_bytes": devices.peak_bytes(config.cluster.accelerator),
         "estimated_bytes": estimate.total - estimate.parts["process"],  # what torch's allocator does not see
     }
 
