@@ -38,11 +38,16 @@ def enable() -> bool:
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
     import megatron.core.tensor_parallel.random as tracker
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
 
     _name_what_is_absent()
 
     tracker._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     tracker._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # it makes sizes numpy arrays on their way from a GPU: tensors would be no sizes to all_to_all
+    dispatcher.maybe_move_tensor_to_cpu = lambda x, as_numpy=False, record_stream=False: (
+        x.numpy() if as_numpy and torch.is_tensor(x) else x
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
             module.torch = _stand_in  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ HEAD = """# Configuration
 Written from `rpipe/config.py` by `python -m tests.unit.config_page`. A run file holds these sections. `include: [file, ...]`
 merges fragments below it, `section.key=value` on the command line goes on top.
 
-`R x K` must be a whole number of steps of `B`; `cluster.training_ranks` a multiple of `tp x pp x cp`; `cluster.rollout_ranks`
-a multiple of `engine.tp`.
+`R x K` must be a whole number of steps of `B`; `cluster.training_ranks` a multiple of `tp x pp x cp x ep`;
+`cluster.rollout_ranks` a multiple of `engine.tp`.
 """
 
 
