@@ -1,6 +1,7 @@
-"""How does one iteration look: engines above, trainer below, one clock?
+"""How does one iteration look: engines above, trainer below, then its groups, on one clock?
 
-Colour is the optimizer step that a group ends up in, so a frontier shows as one colour finishing before the next.
+Colour is the optimizer step that a group ends up in, so a frontier shows as one colour finishing before the next. A group's row
+is grey while it is deferred, then has a line for each trajectory, then its rewards, its way, its wait and its training.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from rpipe.analysis.timeline import Bar, Timeline, timeline
 # Okabe and Ito's colours: told apart by all eyes, and in print
 STEP_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#882255")
 DROPPED = "#BBBBBB"
-STEP, PUBLISH, SAVE = "#222222", "#7F7F7F", "#C9B18A"
-LANE_INCHES, SLOTS_INCHES = 0.16, (0.9, 4.2)
+STEP, PUBLISH, SAVE = "#222222", "#8A63D2", "#C9B18A"
+DEFERRED, REWARD, WAITS = "#E4E8ED", "#C9971A", "#A9B4C2"
+SLOTS_INCHES, GROUPS_INCHES = (0.9, 3.6), (0.7, 2.8)
+WIDTH_INCHES = 8.6
+FAINT = "#E9ECF0"
 
 
 def draw(run: Path, iteration: int | None, file: Path) -> None:
@@ -37,28 +41,59 @@ def draw(run: Path, iteration: int | None, file: Path) -> None:
 
 
 def figure(told: Timeline) -> Any:
-    """A matplotlib Figure, 7.2 inches wide."""
+    """A matplotlib Figure."""
     from matplotlib.figure import Figure
 
     lanes = _trainer_lanes(told)
     low, high = SLOTS_INCHES
-    slots = min(high, max(low, 0.05 * sum(told.slots.values())))
-    trainer = 0.2 * len(lanes)
-    whole = Figure(figsize=(7.2, slots + trainer + 1.35), layout="constrained")
-    above, below = whole.subplots(2, 1, sharex=True, height_ratios=[slots, trainer])
+    slots = min(high, max(low, 0.04 * sum(told.slots.values())))
+    trainer = 0.21 * len(lanes)
+    low, high = GROUPS_INCHES
+    groups = min(high, max(low, 0.09 * len(told.groups)))
+    whole = Figure(figsize=(WIDTH_INCHES, slots + trainer + groups + 1.5), layout="constrained")
+    above, middle, below = whole.subplots(3, 1, sharex=True, height_ratios=[slots, trainer, groups])
     _engines(above, told)
-    _trainer(below, told, lanes)
-    for axes in (above, below):
-        axes.tick_params(labelsize=8, length=2)
-        axes.spines[["top", "right"]].set_visible(False)
+    _trainer(middle, told, lanes)
+    _groups(below, told)
+    for axes in (above, middle, below):
+        axes.tick_params(labelsize=8, length=0, colors="#444444")
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        axes.grid(axis="x", color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
         for t, style in _moments(told):
             if t is not None:
                 axes.axvline(t, color="black", linewidth=0.8, linestyle=style)
     below.set_xlabel("seconds since the rollout was requested", fontsize=9)
     below.set_xlim(left=0)
     above.set_title(_title(told), fontsize=9, loc="left")
-    whole.legend(handles=_legend(told), loc="outside lower center", ncols=5, fontsize=8, frameon=False, handlelength=1.4)
+    whole.legend(handles=_legend(told), loc="outside lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.2)
     return whole
+
+
+def _groups(axes: Any, told: Timeline) -> None:
+    """A row a group, in submission order."""
+    steps = _steps(told)
+    for row, g in enumerate(told.groups):
+        colour = DROPPED if g.dropped else _colour(g.step, steps)
+        _span(axes, row, 0.0, g.admitted, DEFERRED)
+        each = 0.86 / max(1, len(g.ends))
+        begun = g.admitted if g.admitted is not None else 0.0
+        for index, end in enumerate(g.ends):
+            axes.broken_barh([(begun, max(0.0, end - begun))], (row + 0.07 + index * each, each), facecolors=colour, alpha=0.75)
+        _span(axes, row, g.generated, g.complete, DROPPED if g.dropped else REWARD)
+        _span(axes, row, g.complete, g.arrived, PUBLISH)
+        _span(axes, row, g.arrived, g.dispatched, WAITS)
+        _span(axes, row, g.dispatched, g.trained, colour)
+    axes.set_ylim(max(1, len(told.groups)), 0)
+    count = len(told.groups)
+    every = max(1, -(-count // 12))
+    shown = list(range(0, count, every))
+    axes.set_yticks([row + 0.5 for row in shown], [f"group {told.groups[row].group}" for row in shown])
+
+
+def _span(axes: Any, row: int, start: float | None, end: float | None, colour: Any) -> None:
+    if start is not None and end is not None and end > start:
+        axes.broken_barh([(start, end - start)], (row + 0.07, 0.86), facecolors=colour, linewidth=0)
 
 
 def _title(told: Timeline) -> str:
@@ -101,7 +136,7 @@ def _engines(axes: Any, told: Timeline) -> None:
             _bars(axes, members, top + lane + 0.05, 0.9, _colour(step, steps), edge)
         ticks.append((top + told.slots[engine] / 2, f"engine {engine}\n{told.slots[engine]} slots"))
         top += told.slots[engine]
-        axes.axhline(top, color="black", linewidth=0.4)
+        axes.axhline(top, color="#888888", linewidth=0.4)
     axes.set_ylim(top, 0)
     axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks])
 
@@ -140,6 +175,8 @@ def _legend(told: Timeline) -> list[Any]:
     handles: list[Any] = [Patch(color=_colour(step, steps), label=f"step {step}") for step in shown]
     if any(bar.step is None for bars in told.turns.values() for bar in bars):
         handles.append(Patch(color=DROPPED, label="dropped"))
+    shades = (("deferred", DEFERRED), ("rewards", REWARD), ("to the trainer", PUBLISH), ("waits for training", WAITS))
+    handles += [Patch(color=shade, label=name) for name, shade in shades]
     for name, (t, style) in zip(("first dispatch", "rollout ends", "training ends"), _moments(told)):
         if t is not None:
             handles.append(Line2D([], [], color="black", linewidth=0.8, linestyle=style, label=name))

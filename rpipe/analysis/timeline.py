@@ -5,13 +5,14 @@ All times are seconds since the iteration's RolloutRequested.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rpipe.analysis.collect import Collector, stream
+from rpipe.analysis.lanes import lanes
 from rpipe.analysis.metrics import Attempt, Iteration
-from rpipe.analysis.run import Record, RunError, attempts, read
+from rpipe.analysis.run import RunError, attempts, read
+from rpipe.analysis.spans import Detail, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,22 @@ class Bar:
     step: int | None  # None: the group was dropped, or its step never came
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRow:
+    """One group's way; None: it did not come so far. `ends`: when each of its trajectories was generated, sorted."""
+
+    group: int
+    step: int | None
+    dropped: bool
+    ends: list[float]
+    admitted: float | None
+    generated: float | None
+    complete: float | None
+    arrived: float | None
+    dispatched: float | None
+    trained: float | None
+
+
 @dataclass(slots=True)
 class Timeline:
     iteration: int
@@ -33,6 +50,7 @@ class Timeline:
     steps: list[Bar] = field(default_factory=list)
     publishes: list[Bar] = field(default_factory=list)
     saves: list[Bar] = field(default_factory=list)
+    groups: list[GroupRow] = field(default_factory=list)  # in submission order
     rollout_end: float | None = None
     first_dispatch: float | None = None
     train_end: float | None = None
@@ -46,7 +64,9 @@ class Timeline:
 def timeline(run: Path, iteration: int | None) -> Timeline:
     """Of `iteration`, or of the last complete one. Raises RunError where there is none."""
     attempt, figures = _choose(run, iteration)
-    return collect(read(attempt), figures)
+    collector = Collector()
+    found = [d for d in stream(read(attempt), collector) if d.purpose == "train" and d.iteration == figures.iteration]
+    return _of(found[-1], figures, collector.track)
 
 
 def _choose(run: Path, wanted: int | None) -> tuple[Path, Iteration]:
@@ -71,56 +91,49 @@ def _choose(run: Path, wanted: int | None) -> tuple[Path, Iteration]:
     raise RunError(f"{run}: --iteration {wanted}: not in this run (it holds {held})")
 
 
-def collect(records: Iterable[Record], at: Iteration) -> Timeline:
-    """One pass over an attempt's records."""
-    assert at.requested_t is not None
-    zero, found = at.requested_t, Timeline(at.iteration)
-    groups: set[int] = set()
-    turns: list[tuple[float, float, int, int]] = []  # start, end, engine, group
-    completed: list[tuple[float, int]] = []
-    step_index: dict[int, int] = {}  # step -> its place in the iteration
-    batch_step: dict[tuple[int, int], int] = {}
-    group_step: dict[int, int] = {}
-    for r in records:
-        kind = r["kind"]
-        if kind == "RolloutRequested" and r["purpose"] == "train" and r["iteration"] == at.iteration:
-            groups = {spec["group"] for spec in r["groups"]}
-        elif kind == "TurnFinished" and r["trajectory"][0] in groups:
-            turns.append((r["started_t"] - zero, r["t"] - zero, r["engine"], r["trajectory"][0]))
-        elif kind == "SendGroup" and r["iteration"] == at.iteration:
-            completed.append((r["t"] - zero, r["group"]))
-        elif kind == "BeginStep" and r["iteration"] == at.iteration:
-            step_index[r["step"]] = len(step_index)
-        elif kind == "TrainMicroBatch" and r["step"] in step_index:
-            batch_step[r["replica"], r["micro_batch"]] = step_index[r["step"]]
-            group_step.update({part["group"]: step_index[r["step"]] for part in r["slices"]})
-        elif kind == "MicroBatchDone" and (r["replica"], r["micro_batch"]) in batch_step:
-            step = batch_step.pop((r["replica"], r["micro_batch"]))
-            found.micro_batches.append(Bar(r["replica"], r["started_t"] - zero, r["ended_t"] - zero, step))
-        elif kind == "StepDone" and r["step"] in step_index:
-            found.steps.append(Bar(0, r["started_t"] - zero, r["t"] - zero, step_index[r["step"]]))
-        elif kind == "WeightsPublished" and r["version"] == at.iteration + 1:
-            found.publishes.append(Bar(0, r["started_t"] - zero, r["t"] - zero, None))
-        elif kind == "CheckpointSaved" and r["iteration"] == at.iteration + 1:
-            found.saves.append(Bar(0, r["started_t"] - zero, r["t"] - zero, None))
-    found.turns = _slots(turns, group_step)
-    found.completions = [(t, group_step.get(group)) for t, group in completed]
-    found.rollout_end = None if at.rollout_ended_t is None else at.rollout_ended_t - zero
-    found.first_dispatch = None if at.first_dispatch_t is None else at.first_dispatch_t - zero
-    found.train_end = None if at.train_ended_t is None else at.train_ended_t - zero
+def _of(at: Detail, figures: Iteration, track: Track) -> Timeline:
+    zero = at.requested_t
+    assert zero is not None
+
+    def since(t: float | None) -> float | None:
+        return None if t is None else t - zero
+
+    index = at.step_index()
+    step_of = {g.group: index.get(g.step) if g.step is not None else None for g in at.groups.values()}
+    found = Timeline(at.iteration, turns=_turns(at, zero, step_of))
+    for m in at.micro_batches:
+        if m.started_t is not None and m.ended_t is not None:
+            found.micro_batches.append(Bar(m.replica, m.started_t - zero, m.ended_t - zero, index.get(m.step)))
+    for step in at.steps.values():
+        if step.started_t is not None and step.ended_t is not None:
+            found.steps.append(Bar(0, step.started_t - zero, step.ended_t - zero, index[step.step]))
+    if at.publish is not None:
+        found.publishes.append(Bar(0, at.publish.started_t - zero, at.publish.ended_t - zero, None))
+    saved = [(start, end) for start, end, iteration in track.checkpoints if iteration == at.iteration + 1]
+    found.saves = [Bar(0, start - zero, end - zero, None) for start, end in saved]
+    for g in sorted(at.groups.values(), key=lambda g: g.order):
+        if g.sent_t is not None and not g.dropped:
+            found.completions.append((g.sent_t - zero, step_of[g.group]))
+        ends = sorted(t.generated_t - zero for t in g.trajectories.values() if t.generated_t is not None)
+        times = (g.admitted_t, g.generated_t, g.sent_t, g.arrived_t, g.dispatched_t, g.trained_t)
+        found.groups.append(GroupRow(g.group, step_of[g.group], bool(g.dropped), ends, *map(since, times)))
+    found.completions.sort(key=lambda one: one[0])
+    found.rollout_end, found.train_end = since(at.rollout_ended_t), since(at.train_ended_t)
+    found.first_dispatch = since(figures.first_dispatch_t)
     return found
 
 
-def _slots(turns: list[tuple[float, float, int, int]], group_step: dict[int, int]) -> dict[int, list[Bar]]:
-    """Lay turns that overlap into lanes of their own, the lowest free one first."""
+def _turns(at: Detail, zero: float, step_of: dict[int, int | None]) -> dict[int, list[Bar]]:
+    """Turns that overlap lie in lanes of their own, the lowest free one first."""
+    turns: dict[int, list[tuple[float, float, int]]] = {}
+    for trajectory in at.trajectories():
+        for turn in trajectory.turns:
+            if turn.ended_t is not None:
+                start = turn.started_t if turn.started_t is not None else turn.sent_t
+                turns.setdefault(turn.engine, []).append((start - zero, turn.ended_t - zero, trajectory.group))
     laid: dict[int, list[Bar]] = {}
-    busy: dict[int, list[tuple[float, int]]] = {}  # engine -> heap of (end, lane)
-    free: dict[int, list[int]] = {}  # engine -> heap of lanes
-    for start, end, engine, group in sorted(turns):
-        running, idle = busy.setdefault(engine, []), free.setdefault(engine, [])
-        while running and running[0][0] <= start:
-            heapq.heappush(idle, heapq.heappop(running)[1])
-        lane = heapq.heappop(idle) if idle else len(running)
-        heapq.heappush(running, (end, lane))
-        laid.setdefault(engine, []).append(Bar(lane, start, end, group_step.get(group)))
-    return {engine: laid[engine] for engine in sorted(laid)}
+    for engine, mine in sorted(turns.items()):
+        mine.sort()
+        slots = lanes([(start, end) for start, end, _ in mine])
+        laid[engine] = [Bar(slot, start, end, step_of.get(group)) for slot, (start, end, group) in zip(slots, mine)]
+    return laid
