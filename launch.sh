@@ -11,7 +11,8 @@ usage:
   ./launch.sh CONFIG [key=value ...]    train as the run file says; key=value changes one key (run.seed=1)
   ./launch.sh setup [OPTION ...]        only make the environment
   ./launch.sh test [PYTEST ARGUMENT ..] set up and run every check; with arguments: pytest with them, nothing else
-  ./launch.sh report RUN_DIR ...        tables of finished or running runs
+  ./launch.sh report RUN_DIR ...        tables of finished or running runs; --html writes a page
+  ./launch.sh story RUN_DIR 12.5        what happened to one trajectory, group (12) or step (s7)
   ./launch.sh doctor                    what this machine has, and what to do about the rest
   ./launch.sh version
 
@@ -268,7 +269,7 @@ fi
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 case $1 in
     test) shift; setup dev; run_tests "$@" ;;
-    report | doctor | version | train) setup run; exec "$venv/bin/rpipe" "$@" ;;
+    report | story | doctor | version | train) setup run; exec "$venv/bin/rpipe" "$@" ;;
     *)
         [ -f "$1" ] || fail "$1: no such run file, and no command; see ./launch.sh --help"
         setup run

@@ -1,7 +1,8 @@
 """When did each attempt of a run work, what lay between them, and what was done twice?
 
-Each attempt's clock begins at 0; JobStarted's `unix_s` places them on one calendar (in logs without it: the files' last
-change). An iteration begun in several attempts is kept from the last one that completed it; the others' work was repeated.
+Each attempt's clock begins at 0; JobStarted's `unix_s` places them on one calendar (in logs without it: what the launcher
+wrote, or the files' last change). An iteration begun in several attempts is kept from the last one that completed it; the
+others' work was repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rpipe.analysis.run import files
+from rpipe.analysis.run import files, launcher_said
 from rpipe.analysis.spans import Detail, Track
 
 
@@ -54,8 +55,9 @@ class AttemptSpan:
     start_s: float
     seconds: float
     gap_s: float  # since the attempt before it wrote its last record
-    dated: bool  # the log says when; else the files' last change does
     ended: str | None = None
+    nodes: str = ""
+    job: str = ""  # Slurm's number
     repeated: dict[int, Work] = field(default_factory=dict)  # iterations that a later attempt did again, less what it took over
 
     def row(self) -> dict[str, Any]:
@@ -66,6 +68,8 @@ class AttemptSpan:
             "seconds": self.seconds,
             "gap_s": self.gap_s,
             "ended": self.ended,
+            "nodes": self.nodes,
+            "job": self.job,
             "repeated_iterations": sorted(self.repeated),
             "repeated_trajectories": sum(work.trajectories for work in lost),
             "repeated_tokens": sum(work.tokens for work in lost),
@@ -88,7 +92,9 @@ def history(
         before = spans[-1] if spans else None
         free = before.start_s + before.seconds if before else 0.0
         start = max(start, free)  # clocks of two hosts may disagree: attempts never overlap
-        span = AttemptSpan(int(directory.name[8:]), start, track.ended_t, start - free, track.unix_s is not None, ends[index])
+        span = AttemptSpan(int(directory.name[8:]), start, track.ended_t, start - free, ends[index])
+        said = launcher_said(directory)
+        span.nodes, span.job = str(said.get("nodes", "")), str(said.get("job", ""))
         for iteration, done in work[index].items():
             again = next((later[iteration] for later in work[index + 1 :] if iteration in later), None)
             if again is not None and kept.get(iteration) != index:
@@ -116,6 +122,9 @@ def outages(tracks: Sequence[Track]) -> list[str]:
 def _begin_unix_s(directory: Path, track: Track) -> float:
     if track.unix_s is not None:
         return track.unix_s
+    started = launcher_said(directory).get("started_unix_s")
+    if isinstance(started, (int, float)):
+        return float(started)
     changed = [path.stat().st_mtime for path in files(directory)]
     return max(changed, default=directory.stat().st_mtime) - track.ended_t
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rpipe.core.eventlog import FORMAT, records
 
 Record = dict[str, Any]
@@ -41,6 +43,15 @@ def failure(attempt: Path) -> str | None:
         return None
     first = min(told)[1]
     return f"rank {int(first.stem[12:])}: {first.read_text(errors='replace').strip()}"
+
+
+def launcher_said(attempt: Path) -> dict[str, Any]:
+    """attempt.json: started_unix_s, ended_unix_s, cause, nodes, job ... as the launcher wrote them; empty where it did not."""
+    try:
+        told = msgspec.json.decode((attempt / "attempt.json").read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return told if isinstance(told, dict) else {}
 
 
 def read(attempt: Path) -> Iterator[Record]:

@@ -19,7 +19,7 @@ from rpipe.analysis.diagnosis import Diagnosis, Totals, diagnose
 from rpipe.analysis.history import AttemptSpan, Work
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.problems import problems
-from rpipe.analysis.run import Record, RunError, attempts, failure, read
+from rpipe.analysis.run import Record, RunError, attempts, failure, launcher_said, read
 from rpipe.analysis.spans import Detail
 
 Report = dict[str, Any]
@@ -55,6 +55,8 @@ class _Pass:
         for detail in self.collector.close():
             self._add(detail)
         attempt.end = failure(self.directory) or attempt.end
+        if attempt.end is None:  # its ranks had no time to say why; the launcher may know
+            attempt.end = launcher_said(self.directory).get("cause") or None
         return attempt
 
     def _records(self) -> Iterator[Record]:

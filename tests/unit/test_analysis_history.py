@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -95,3 +96,22 @@ def test_groups_that_a_later_attempt_took_over_were_not_done_twice(tmp_path: Pat
     lengths = [r["output_tokens"] for r in whole if r["kind"] == "TurnFinished"]
     assert row["trajectories"] == 32 and row["generated_tokens"] == sum(lengths) - sum(map(sum, kept.values()))
     assert told["run"]["response_tokens_p50"] in lengths  # what was taken over counts with its own length
+
+
+def test_what_the_launcher_wrote_dates_an_attempt_and_says_why_it_ended(tmp_path: Path):
+    first_s, _ = interrupted_run(tmp_path, dated=False)
+    for number, started, cause in ((1, 1000.0, "SIGTERM: preempted"), (2, 1200.0, "")):
+        told = {
+            "attempt": number,
+            "started_unix_s": started,
+            "ended_unix_s": 1.0,
+            "cause": cause,
+            "nodes": "n[1-3]",
+            "job": "17",
+        }
+        (tmp_path / f"attempt-{number}" / "attempt.json").write_text(json.dumps(told))
+    run = report(tmp_path, "x")["run"]
+    one, two = run["history"]
+    assert two["start_s"] == 200.0 and two["gap_s"] == pytest.approx(200.0 - first_s)
+    assert (one["ended"], one["nodes"], one["job"], two["ended"]) == ("SIGTERM: preempted", "n[1-3]", "17", "")
+    assert "attempt 1 ended: SIGTERM: preempted" in run["problems"]

@@ -158,12 +158,13 @@ function attempts() {
     if (TWO) into.append(element("h3", { class: i ? "run-b" : "run-a" }, run.name));
     for (const line of run.unread || []) into.append(element("p", {}, line));
     if (!run.attempts.length) return;
-    const table = element("table", {}, element("thead", {}, element("tr", {}, ...["attempt", "began", "lasted", "gap before", "done again later", "ended"].map((text, at) => element("th", at === 5 ? { class: "words" } : {}, text)))));
+    const table = element("table", {}, element("thead", {}, element("tr", {}, ...["attempt", "began", "lasted", "gap before", "done again later", "where", "ended"].map((text, at) => element("th", at > 4 ? { class: "words" } : {}, text)))));
     const body = element("tbody");
     for (const a of run.attempts) {
       const again = a.repeated_iterations.length ? `${a.repeated_iterations.join(", ")} (${whole(a.repeated_tokens)} tokens, ${seconds(a.repeated_s)})` : "–";
+      const where = [a.nodes, a.job && `job ${a.job}`].filter(Boolean).join(", ") || "–";
       const ended = a.ended === null ? "still running, or killed" : a.ended || "normally";
-      body.append(element("tr", {}, ...[a.attempt, seconds(a.start_s), seconds(a.seconds), seconds(a.gap_s), again].map((text) => element("td", {}, String(text))), element("td", { class: "words" }, ended)));
+      body.append(element("tr", {}, ...[a.attempt, seconds(a.start_s), seconds(a.seconds), seconds(a.gap_s), again].map((text) => element("td", {}, String(text))), ...[where, ended].map((text) => element("td", { class: "words" }, text))));
     }
     table.append(body);
     into.append(table);
