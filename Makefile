@@ -4,3 +4,6 @@ check:  ## lint, types, import contracts
 	.venv/bin/ruff check . && .venv/bin/mypy && .venv/bin/lint-imports
 test:  ## everything, as CI does
 	./launch.sh test
+.PHONY: bench-pipeline bench-overheads
+bench-pipeline:  ## serial, CGP, hard and soft frontier against the bound: about an hour on a quiet two-core machine
+	.venv/bin/python -m tests.bench.pipeline
