@@ -36,6 +36,7 @@ class Iteration:
     first_micro_batch_t: float | None = None
     first_dispatch_t: float | None = None
     micro_batch_s: float = 0.0  # over all replicas
+    bubble_s: float = 0.0  # of them, in which a pipeline stage idled
     step_s: float = 0.0
     train_ended_t: float | None = None
     filled_steps: int = 0
@@ -68,6 +69,7 @@ class Iteration:
             "first_dispatch_s": _since(self.requested_t, self.first_dispatch_t),
             "waiting_ratio_start": begun_s / whole_s if begun_s is not None and whole_s else None,
             "waiting_ratio_busy": 1 - busy_s / whole_s if whole_s else None,
+            "pipeline_bubble": self.bubble_s / self.micro_batch_s if self.micro_batch_s else None,
             "steps": self.steps,
             "groups_trained": self.groups_trained,
             "groups_dropped": self.groups_dropped,
@@ -90,6 +92,7 @@ class Attempt:
     iterations: dict[int, Iteration] = field(default_factory=dict)
     evaluations: dict[int, dict[str, Any]] = field(default_factory=dict)
     replicas: int = 1  # data-parallel
+    stages: int = 1  # of the pipeline in each
     seconds: float = 0.0
     start_s: float = 0.0  # until all training ranks stood, warm-up included
     warm_up_s: float = 0.0
@@ -121,7 +124,7 @@ class _Reader:
         self.restored: dict[int, list[int]] = {}  # groups that an interrupted attempt had finished -> their tokens
         self.step_iteration: dict[int, int] = {}  # begun, not done
         self.step_groups: dict[int, int] = {}  # step -> how many groups it consumes
-        self.batch_iteration: dict[tuple[int, int], int] = {}  # (replica, micro-batch) in flight
+        self.batch_iteration: dict[tuple[int, int], tuple[int, int]] = {}  # (replica, micro-batch) in flight -> and its cuts
         self.evaluation_t: float | None = None
         self.handlers: dict[str, Callable[[Record], None]] = {
             "RolloutRequested": self._requested,
@@ -219,7 +222,7 @@ class _Reader:
 
     def _ready(self, r: Record) -> None:
         self.to.start_s = r["t"]
-        self.to.replicas = r["replicas"]
+        self.to.replicas, self.to.stages = r["replicas"], r.get("stages", 1)
 
     def _step_begun(self, r: Record) -> None:
         self.step_iteration[r["step"]] = r["iteration"]
@@ -229,17 +232,18 @@ class _Reader:
         if iteration is None:  # a supervised warm-up step: of no iteration
             return
         at = self._at(iteration)
-        self.batch_iteration[r["replica"], r["micro_batch"]] = at.iteration
+        self.batch_iteration[r["replica"], r["micro_batch"]] = at.iteration, len(r.get("cuts") or [1])
         if at.first_dispatch_t is None:
             for part in r["slices"]:
                 at.dispatched.setdefault(part["group"], r["t"])
 
     def _trained(self, r: Record) -> None:
-        iteration = self.batch_iteration.pop((r["replica"], r["micro_batch"]), None)
-        if iteration is None:
+        found = self.batch_iteration.pop((r["replica"], r["micro_batch"]), None)
+        if found is None:
             return
-        at = self._at(iteration)
-        at.micro_batch_s += r["ended_t"] - r["started_t"]
+        at, seconds, idle = self._at(found[0]), r["ended_t"] - r["started_t"], self.to.stages - 1
+        at.micro_batch_s += seconds
+        at.bubble_s += seconds * idle / (found[1] + idle)
         if at.first_micro_batch_t is None or r["started_t"] < at.first_micro_batch_t:
             at.first_micro_batch_t = r["started_t"]
 

@@ -51,4 +51,5 @@ def training_settings(config: Config) -> TrainingSettings:
         iterations=config.run.iterations,
         checkpoint_every_iterations=config.run.checkpoint_every_iterations,
         stop_after_skipped_steps=config.training.optimizer.stop_after_skipped_steps,
+        pipeline_stages=config.training.pp,
     )

@@ -46,7 +46,7 @@ from rpipe.core.events import (
     WeightsPublished,
 )
 from rpipe.core.types import GroupId, Version
-from rpipe.policy.batching import Item, owners, pack, prefix
+from rpipe.policy.batching import FILL, Item, feasible, owners, pack, pipelined
 
 AHEAD = 2  # micro-batches a replica may hold: one it works on and one that is already there
 
@@ -61,6 +61,7 @@ class TrainingSettings:
     iterations: int
     checkpoint_every_iterations: int = 0  # 0: only at the end
     stop_after_skipped_steps: int = 3
+    pipeline_stages: int = 1
 
 
 @dataclass(slots=True)
@@ -70,7 +71,7 @@ class Step:
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
     queues: list[list[list[Item]]] = field(default_factory=list)  # of cut micro-batches: one for all in fifo, else one each
     waiting: deque[Item] = field(default_factory=deque)  # fifo with global packing: cut when a replica is free
-    held: list[int] = field(default_factory=list)  # micro-batches on each replica
+    held: list[int] = field(default_factory=list)  # TrainMicroBatches on each replica
     closed: bool = False  # no group will join
     finishing: bool = False
 
@@ -237,7 +238,9 @@ class TrainingCoordinator:
             for replica in sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r)):
                 queue = step.queues[replica % len(step.queues)]
                 if queue and step.held[replica] < AHEAD:
-                    commands.append(self._micro_batch(step, replica, queue.pop(0)))
+                    take = FILL * self.settings.pipeline_stages if self.settings.pipeline_stages > 1 else 1
+                    commands.append(self._call(step, replica, queue[:take]))
+                    del queue[:take]
         return commands
 
     @property
@@ -245,35 +248,40 @@ class TrainingCoordinator:
         return self.settings.mode == "fifo" and self.settings.span_groups
 
     def _pull_spanning(self, step: Step) -> list[TrainingCommand]:
-        """Feasible batch (RolloutPipe, section 3.2): what waits is shared by the idle replicas, each up to the token budget.
+        """The feasible batch of whole groups, its trajectories balanced over the idle replicas, each in micro-batches up to the
+        token budget.
 
         A busy replica gets nothing ahead: what completes meanwhile joins its next micro-batch.
         """
         idle = [replica for replica, held in enumerate(step.held) if not held]
         if not idle or not step.waiting:
             return []
+        budget, stages = self.settings.micro_batch_tokens, self.settings.pipeline_stages
+        at_once = FILL * stages if stages > 1 else 1  # micro-batches that a replica runs in one go
+        batch = feasible(step.waiting, budget * at_once * len(idle))
         commands: list[TrainingCommand] = []
-        left: list[Item] = []
-        budget = self.settings.micro_batch_tokens
-        for replica, share in zip(idle, owners(prefix(step.waiting, len(idle) * budget), len(idle))):
-            packed = pack(share, budget)
-            commands += [self._micro_batch(step, replica, batch) for batch in packed[:1]]
-            left += [item for batch in packed[1:] for item in batch]
-        step.waiting.extendleft(reversed(left))
+        for replica, share in zip(idle, owners(batch, len(idle))):
+            if not share:
+                continue
+            cut = pipelined(share, budget, stages)
+            calls = [cut] if stages > 1 else [[micro_batch] for micro_batch in cut]
+            commands += [self._call(step, replica, micro_batches) for micro_batches in calls]
         return commands
 
-    def _micro_batch(self, step: Step, replica: int, items: list[Item]) -> TrainMicroBatch:
+    def _call(self, step: Step, replica: int, micro_batches: list[list[Item]]) -> TrainMicroBatch:
+        """One forward and backward of a replica: one micro-batch, or what a pipeline takes in one schedule."""
         step.held[replica] += 1
         self._micro_batches += 1
-        slices: dict[GroupId, list[int]] = {}
-        for item in items:
-            slices.setdefault(item.group, []).append(item.sample)
+        items = [item for batch in micro_batches for item in batch]
         return TrainMicroBatch(
             micro_batch=self._micro_batches - 1,
             replica=replica,
             step=self.steps_done,
-            slices=tuple(Slice(group, tuple(samples)) for group, samples in slices.items()),
-            tokens=sum(i.tokens for i in items),
+            slices=tuple(
+                Slice(group, tuple(item.sample for item in of)) for group, of in groupby(items, key=lambda item: item.group)
+            ),
+            tokens=sum(item.tokens for item in items),
+            cuts=tuple(len(batch) for batch in micro_batches) if len(micro_batches) > 1 else (),
         )
 
     def _step_done(self, event: StepDone) -> list[TrainingCommand]:

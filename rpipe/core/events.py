@@ -297,6 +297,7 @@ class TrainerReady(Event, frozen=True):
     iteration: int
     version: Version
     replicas: int  # data-parallel
+    stages: int = 1  # of the pipeline in each
 
 
 class GroupArrived(Event, frozen=True):
@@ -390,13 +391,15 @@ class BeginStep(Command, frozen=True):
 
 
 class TrainMicroBatch(Command, frozen=True):
-    """Forward and backward on one data-parallel replica; gradients add up, nothing is scaled or reduced."""
+    """Forward and backward on one data-parallel replica; gradients add up, nothing is scaled or reduced. A pipeline takes
+    several at once: `cuts` counts the trajectories of each, empty where there is one."""
 
     micro_batch: int
     replica: int
     step: int
     slices: tuple[Slice, ...]
     tokens: int
+    cuts: tuple[int, ...] = ()
 
 
 class FinishStep(Command, frozen=True):

@@ -345,8 +345,9 @@ class TrainingSide:
         self._busy_s = 0.0  # of the step's micro-batches, over all replicas
 
     def start(self) -> None:
-        replicas = self.job.config.replicas
-        self.rank.receive(lambda: self.on(e.TrainerReady(t=self.kernel.now, iteration=0, version=0, replicas=replicas)))
+        replicas, stages = self.job.config.replicas, self.job.config.training.pp
+        ready = e.TrainerReady(t=self.kernel.now, iteration=0, version=0, replicas=replicas, stages=stages)
+        self.rank.receive(lambda: self.on(ready))
 
     def on(self, event: e.TrainingEvent) -> None:
         if self.coordinator.done:

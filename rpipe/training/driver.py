@@ -95,7 +95,8 @@ class TrainingDriver:
         """From the first publish to StopTraining; returns its reason. Raises OffPolicy, ChannelError, TimeoutError."""
         self._cursors[iteration] = cursor
         now = self.world.clock()
-        self._inbox.append(TrainerReady(t=now, iteration=iteration, version=iteration, replicas=self.config.replicas))
+        replicas, stages = self.config.replicas, self.config.training.pp
+        self._inbox.append(TrainerReady(t=now, iteration=iteration, version=iteration, replicas=replicas, stages=stages))
         while True:
             for _, message in self._mailbox.poll():
                 self._receive(message)

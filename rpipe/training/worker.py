@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rpipe.config import Config
@@ -74,7 +75,7 @@ class TrainingWorker:
                 self.trainer.begin_step()
             case TrainMicroBatch():
                 assert batch is not None
-                self.trainer.accumulate([batch])
+                self.trainer.accumulate(micro_batches(batch, work.command.cuts))
             case FinishStep():
                 outcome.stats = self.trainer.finish_step()
             case PublishWeights():
@@ -145,6 +146,14 @@ class TrainingWorker:
         if self.world.is_coordinator:
             checkpoints.publish(self.run_dir, iteration, self.config.run.keep_checkpoints)
         return str(self.run_dir.checkpoint(iteration).relative_to(self.run_dir.path))
+
+
+def micro_batches(batch: Sequences, cuts: tuple[int, ...]) -> list[Sequences]:
+    """The micro-batches that TrainMicroBatch laid end to end."""
+    if not cuts:
+        return [batch]
+    ends = list(accumulate(cuts))
+    return [batch.select(range(end - count, end)) for count, end in zip(cuts, ends)]
 
 
 def done_event(command: TrainMicroBatch, outcome: Outcome, batch: Sequences) -> MicroBatchDone:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpipe.policy.batching import Item, owners, pack, prefix
+from rpipe.policy.batching import FILL, Item, feasible, owners, pack, pipelined
 
 lengths = st.lists(st.integers(1, 5_000), min_size=1, max_size=60)
 
@@ -45,9 +45,28 @@ def test_no_two_neighbours_would_have_fitted_together(tokens, budget):
 
 
 @given(lengths, st.integers(1, 20_000))
-def test_a_prefix_takes_the_first_as_far_as_they_fit_and_leaves_the_rest(tokens, budget):
+def test_a_feasible_batch_is_the_largest_prefix_of_whole_groups_or_one_that_is_too_large(tokens, budget):
     left = deque(items(tokens))
-    taken = prefix(left, budget)
-    assert taken and [*taken, *left] == items(tokens)
-    assert len(taken) == 1 or sum(i.tokens for i in taken) <= budget
-    assert not left or sum(i.tokens for i in taken) + left[0].tokens > budget
+    taken = feasible(left, budget)
+    groups = {i.group for i in taken}
+    assert taken and [*taken, *left] == items(tokens) and not groups & {i.group for i in left}
+    total = sum(i.tokens for i in taken)
+    assert len(groups) == 1 or total <= budget
+    if left:
+        assert total + sum(i.tokens for i in left if i.group == left[0].group) > budget
+
+
+@given(lengths, st.integers(1, 6_000), st.integers(2, 4))
+def test_a_pipeline_gets_micro_batches_enough_to_fill_it(tokens, budget, stages):
+    packed = pipelined(items(tokens), budget, stages)
+    assert [i for batch in packed for i in batch] == items(tokens)
+    assert all(len(batch) == 1 or sum(i.tokens for i in batch) <= budget for batch in packed)
+    assert len(packed) >= len(pack(items(tokens), budget))
+    if len(set(tokens)) == 1:
+        assert len(packed) >= min(len(tokens), FILL * stages) / 2
+
+
+def test_with_one_stage_nothing_is_cut_finer():
+    few = items([10, 10, 10, 10])
+    assert pipelined(few, 100, stages=1) == [few]
+    assert [len(batch) for batch in pipelined(few, 100, stages=2)] == [1, 1, 1, 1]

@@ -171,6 +171,17 @@ def test_what_completes_while_replicas_work_shares_their_next_micro_batch():
     assert (next_one.replica, next_one.slices) == (1, (e.Slice(1, (0, 1)), e.Slice(2, (0, 1))))
 
 
+def test_a_pipeline_gets_what_is_ready_in_one_call_cut_so_that_it_fills():
+    coordinator = ready(mode="fifo", span_groups=True, groups_per_step=3, replicas=1, pipeline_stages=2)
+    (call,) = [c for c in coordinator.on(arrived(0, tokens=(10, 10, 10, 10))) if isinstance(c, e.TrainMicroBatch)]
+    assert call.cuts == (1, 1, 1, 1) and call.tokens == 40
+    coordinator.on(arrived(1, tokens=(90, 90)))
+    coordinator.on(arrived(2, tokens=(50, 50)))
+    done = e.MicroBatchDone(t=1.0, replica=0, micro_batch=0, started_t=0.0, ended_t=1.0, trajectories=4, tokens=40)
+    (call,) = [c for c in coordinator.on(done) if isinstance(c, e.TrainMicroBatch)]
+    assert call.slices == (e.Slice(1, (0, 1)), e.Slice(2, (0, 1))) and call.cuts == (1, 1, 1, 1), "coalesced"
+
+
 def test_a_pulling_replica_holds_at_most_two_micro_batches():
     coordinator = ready(mode="fifo", replicas=1, micro_batch_tokens=10)
     first = coordinator.on(arrived(0, tokens=(10, 10, 10, 10)))
