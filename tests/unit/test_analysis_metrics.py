@@ -36,8 +36,8 @@ from rpipe.core.types import TrajectoryId
 
 JSON_KEYS = [
     "iteration", "rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s", "waiting_ratio_start",
-    "waiting_ratio_busy", "steps", "groups_trained", "groups_dropped", "trajectories", "generated_tokens", "reward_mean",
-    "logprob_gap_mean", "logprob_gap_max",
+    "waiting_ratio_busy", "pipeline_bubble", "steps", "groups_trained", "groups_dropped", "trajectories",
+    "generated_tokens", "reward_mean", "logprob_gap_mean", "logprob_gap_max",
 ]  # fmt: skip
 
 
@@ -145,6 +145,7 @@ def test_a_serial_iteration_has_the_figures_one_adds_up_by_hand(tmp_path: Path):
         "first_dispatch_s": 10.0,
         "waiting_ratio_start": 10 / 18,
         "waiting_ratio_busy": 1 - 8 / 18,
+        "pipeline_bubble": 0.0,
         "steps": 2,
         "groups_trained": 2,
         "groups_dropped": 0,
@@ -512,3 +513,15 @@ def test_an_iteration_that_the_run_does_not_hold_is_refused_with_those_it_does(t
         serial_iteration(rollout, training, 0.0)
     with pytest.raises(RunError, match=r"--iteration 9: not in this run \(it holds 0 to 0\)"):
         timeline(tmp_path, 9)
+
+
+def test_a_pipeline_of_two_stages_idles_a_third_of_a_call_of_two_micro_batches(tmp_path: Path):
+    rollout, training = logs(tmp_path / "attempt-1")
+    with rollout, training:
+        training.event(TrainerReady(t=3.0, iteration=0, version=0, replicas=1, stages=2))
+        serial_iteration(rollout, training, 100.0)
+    [row] = report(tmp_path, "hand")["iterations"]
+    assert row["pipeline_bubble"] == 1 / 2, "one micro-batch a call"
+    lines = (tmp_path / "attempt-1" / "events" / "rank00001.jsonl").read_text().replace('"cuts":[]', '"cuts":[3,1]')
+    (tmp_path / "attempt-1" / "events" / "rank00001.jsonl").write_text(lines)
+    assert report(tmp_path, "hand")["iterations"][0]["pipeline_bubble"] == pytest.approx(1 / 3)
