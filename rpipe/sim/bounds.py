@@ -40,9 +40,12 @@ class Work:
         whole = sum(n * g.prompt_tokens + n * (n + 1) / 2 for g in self.groups for n in g.output_tokens)
         return whole / self.tokens
 
+    def lengths(self) -> list[list[int]]:
+        """Of each group's trajectories, prompt included."""
+        return [[g.prompt_tokens + n for n in g.output_tokens] for g in self.groups]
+
     def trained(self) -> list[list[int]]:
-        """Lengths of each kept group's trajectories, prompt included."""
-        return [[g.prompt_tokens + n for n in g.output_tokens] for g, kept in zip(self.groups, self.kept) if kept]
+        return [lengths for lengths, kept in zip(self.lengths(), self.kept) if kept]
 
 
 def work_of(config: Config, groups: list[GroupWork]) -> Work:

@@ -1,15 +1,16 @@
 """Which plan gives the shortest iteration? Bounds first, then small simulations, then whole ones of fewer and fewer plans.
 
     bounds      every plan that could run; best first. One that cannot come near the best estimate so far is not looked at again
-    rollouts    engines and F_w alone, one iteration, with a trainer that takes no time; a queue then estimates every trainer
-    whole       the best estimates, one iteration of the very coordinators and both sides
-    final       the best of those, `iterations` iterations; then their neighbours, until none is better
+    rollouts    engines and F_w alone, one iteration, a part of it where it can be cut; a queue then estimates every trainer
+    whole       the best estimates, one iteration of both sides
+    final       the best of those, all iterations; then neighbours of the very best, until none of them is new
 
 Nothing depends on a clock: the same config gives the same plans. Raises config.ConfigError, one line, where there is none.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,19 +19,21 @@ from functools import lru_cache
 from rpipe.config import Config, ConfigError
 from rpipe.config_simulation import MeasuredTrainer
 from rpipe.core import events as e
-from rpipe.sim.bounds import Bounds, estimated_s, work_of
+from rpipe.sim.bounds import Bounds, Work, estimated_s, work_of
 from rpipe.sim.costs import hardware_of, publish_s, trainer_costs
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.layouts import Engines, Plan, Space, Trainer, plan_of, space_of
 from rpipe.sim.run import simulate
-from rpipe.sim.workload import Source, source_of
+from rpipe.sim.workload import GroupWork, Source, source_of
 
 MARGIN = 1.05  # a bound that is so much worse than the best estimate ends the search there
 COARSE = 4  # every so manieth F_w is tried first
 REFINED = 12  # engines whose other F_w are tried
 WHOLE = 24  # plans that are simulated whole
 FINAL = 10  # plans of those that are simulated for all iterations
+CLIMBED = 3  # best plans whose neighbours are tried
 SAME_SPLIT = 4  # plans of one split and tp among those that are simulated whole
+SMALL = 256  # trajectories that a part of a rollout keeps at least
 NEVER_S = 1e9
 
 
@@ -111,21 +114,45 @@ class Judge:
         return max(estimated_s(config, plan.trainer, costs, arrivals) + publish_s(config), self.bounds.iteration_s(plan))
 
     def arrivals(self, engines: Engines, width: int | None) -> list[tuple[float, int, list[int]]]:
-        """(t since the request, submission order, lengths) of every group."""
+        """(t since the request, submission order, lengths) of every group. Where engines and steps divide, a part of the
+        engines with as large a part of the groups is simulated: each of these stands for some that are about as long."""
         if (engines, width) not in self._arrivals:
-            job = SimulatedJob(self._rollout_alone(engines, width), _Nothing(), seen := _Arrivals(), self.source)
+            parts = self._parts(engines)
+            source = self.source if parts == 1 else _Sample(self.work, parts)
+            job = SimulatedJob(self._rollout_alone(engines, width, parts), _Nothing(), seen := _Arrivals(), source)
             job.rollout.log = seen
             job.run()
             self.rollouts += 1
-            self._arrivals[engines, width] = [(t - seen.requested_t, order, lengths) for t, order, lengths in seen.groups]
+            trained = self.work.lengths()
+            self._arrivals[engines, width] = [
+                (t - seen.requested_t, member if parts > 1 else order, trained[member] if parts > 1 else tokens)
+                for t, group, order, tokens in seen.groups
+                for member in (source.stands_for[group] if isinstance(source, _Sample) else [group])
+            ]
         return self._arrivals[engines, width]
 
-    def _rollout_alone(self, engines: Engines, width: int | None) -> Config:
-        config = self.space.of(Plan(engines, _ALONE, width))
-        hardware = hardware_of(config)
-        alone = hardware.model_copy(update={"trainer": MeasuredTrainer(micro_batch_s=0.0)})
-        run = config.run.model_copy(update={"iterations": 1})
-        return config.model_copy(update={"hardware": alone, "run": run})
+    def _parts(self, engines: Engines) -> int:
+        """Into how many equal parts the rollout is cut, of which one is simulated."""
+        c = self.config
+        if c.rollout.filter != "none":
+            return 1
+        most = min(c.rollout.groups_per_iteration * c.rollout.trajectories_per_group // SMALL, engines.count // 2)
+        whole = math.gcd(engines.count, c.groups_per_step)
+        return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= max(most, 1))
+
+    def _rollout_alone(self, engines: Engines, width: int | None, parts: int) -> Config:
+        part = Engines(engines.ranks // parts, engines.tp)
+        config = self.space.of(Plan(part, _ALONE, None if width is None else -(-width // parts)))
+        hardware, c = hardware_of(config), config
+        budget = c.admission.budget_tokens
+        sections = {
+            "hardware": hardware.model_copy(update={"trainer": MeasuredTrainer(micro_batch_s=0.0)}),
+            "run": c.run.model_copy(update={"iterations": 1}),
+            "rollout": c.rollout.model_copy(update={"groups_per_iteration": c.rollout.groups_per_iteration // parts}),
+            "training": c.training.model_copy(update={"trajectories_per_step": c.training.trajectories_per_step // parts}),
+            "admission": c.admission.model_copy(update={"budget_tokens": budget and -(-budget // parts)}),
+        }
+        return config.model_copy(update=sections)
 
 
 _ALONE = Trainer(1, 1, 1, 1, 1, False)
@@ -254,19 +281,16 @@ def _spread(plans: list[Plan]) -> list[Plan]:
 
 
 def _climb(judge: Judge, plans: list[Plan], watch: Watch) -> list[tuple[Plan, Figures]]:
-    """The plans simulated for all iterations, and the best one's neighbours while they are better."""
+    """The plans simulated for all iterations, and the neighbours of the best of them, until nothing near the best is new."""
     known = set(plans)
     while True:
         for candidate in plans:
             judge.whole(candidate, judge.iterations)
             watch(judge)
         ranked = _ranked(judge, known)
-        best, figures = ranked[0]
-        plans = [
-            p
-            for p in _neighbours(judge.space, best)
-            if p not in known and judge.bounds.iteration_s(p) < MARGIN * figures.iteration_s
-        ]
+        best_s = ranked[0][1].iteration_s
+        near = {p for best, _ in ranked[:CLIMBED] for p in _neighbours(judge.space, best)} - known
+        plans = sorted(p for p in near if judge.bounds.iteration_s(p) < best_s)
         if not plans:
             return ranked
         known.update(plans)
@@ -328,6 +352,21 @@ class _Kept:
         self.group = lru_cache(maxsize=None)(source.group)
 
 
+class _Sample:
+    """Groups by their longest response in blocks of `parts`; of each the middle one stands for all, of the first the longest."""
+
+    def __init__(self, work: Work, parts: int) -> None:
+        by_length = sorted(range(len(work.groups)), key=lambda g: (-max(work.groups[g].output_tokens), g))
+        blocks = [by_length[at : at + parts] for at in range(0, len(by_length), parts)]
+        chosen = [(block[parts // 2 if number else 0], block) for number, block in enumerate(blocks)]
+        chosen.sort()  # in submission order
+        self.stands_for = [block for _, block in chosen]
+        self._groups = [work.groups[group] for group, _ in chosen]
+
+    def group(self, group: int, iteration: int, samples: int) -> GroupWork:
+        return self._groups[group]
+
+
 class _Nothing:
     """A log of nothing."""
 
@@ -343,10 +382,10 @@ class _Arrivals(_Nothing):
     """When groups came to the trainer."""
 
     requested_t: float = 0.0
-    groups: list[tuple[float, int, list[int]]] = field(default_factory=list)
+    groups: list[tuple[float, int, int, list[int]]] = field(default_factory=list)  # t, group, order, lengths
 
     def event(self, event: e.Event) -> None:
         if isinstance(event, e.GroupArrived):
-            self.groups.append((event.t, event.order, list(event.tokens)))
+            self.groups.append((event.t, event.group, event.order, list(event.tokens)))
         elif isinstance(event, e.RolloutRequested):
             self.requested_t = event.t
