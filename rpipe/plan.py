@@ -19,8 +19,9 @@ import yaml
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
 from rpipe.sim.costs import described, hardware_of
+from rpipe.sim.judge import Figures, Judge
 from rpipe.sim.layouts import Plan, Space, keys_of, plan_of, with_plan
-from rpipe.sim.planner import Figures, Found, Judge, plan
+from rpipe.sim.planner import Found, plan
 
 SHOWN = 10
 SHOW_EVERY_S = 0.5

@@ -10,21 +10,14 @@ Nothing depends on a clock: the same config gives the same plans. Raises config.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 
-from rpipe.config import Config, ConfigError
-from rpipe.config_simulation import MeasuredTrainer
-from rpipe.core import events as e
-from rpipe.sim.bounds import Bounds, Work, estimated_s, work_of
-from rpipe.sim.costs import hardware_of, publish_s, trainer_costs
-from rpipe.sim.job import SimulatedJob
-from rpipe.sim.layouts import Engines, Plan, Space, Trainer, plan_of, space_of
+from rpipe.config import Config
+from rpipe.sim.judge import Figures, Judge
+from rpipe.sim.layouts import Engines, Plan, Space, Trainer, plan_of
 from rpipe.sim.run import simulate
-from rpipe.sim.workload import GroupWork, Source, source_of
 
 MARGIN = 1.05  # a bound that is so much worse than the best estimate ends the search there
 COARSE = 4  # every so manieth F_w is tried first
@@ -33,25 +26,6 @@ WHOLE = 24  # plans that are simulated whole
 FINAL = 10  # plans of those that are simulated for all iterations
 CLIMBED = 3  # best plans whose neighbours are tried
 SAME_SPLIT = 4  # plans of one split and tp among those that are simulated whole
-SMALL = 256  # trajectories that a part of a rollout keeps at least
-NEVER_S = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Means over the simulated iterations, seconds; `iteration_s` is rollout to train end, and the publish."""
-
-    iteration_s: float
-    rollout_s: float
-    train_busy_s: float
-    first_dispatch_s: float
-    publish_s: float
-    generated_tokens: float
-
-    @property
-    def waiting_s(self) -> float:
-        """How long the trainer waited."""
-        return max(self.iteration_s - self.publish_s - self.train_busy_s, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,93 +43,6 @@ class Found:
     iterations: int
 
 
-class Judge:
-    """Simulates plans, each once."""
-
-    def __init__(self, config: Config, accelerators: int, iterations: int) -> None:
-        self.source = _Kept(source_of(config))
-        self.iterations = _held(config, self.source, iterations)
-        self.config = _quiet(config)
-        self.space = space_of(self.config, accelerators)
-        samples, groups = config.rollout.trajectories_per_group, range(config.rollout.groups_per_iteration)
-        self.work = work_of(config, [self.source.group(group, 0, samples) for group in groups])
-        self.bounds = Bounds(self.space, self.work)
-        self.rollouts = self.wholes = 0
-        self._figures: dict[tuple[Plan, int], Figures] = {}
-        self._arrivals: dict[tuple[Engines, int | None], list[tuple[float, int, list[int]]]] = {}
-
-    def whole(self, plan: Plan, iterations: int) -> Figures:
-        if (plan, iterations) not in self._figures:
-            config = self.space.of(plan)
-            config = config.model_copy(update={"run": config.run.model_copy(update={"iterations": iterations})})
-            rows = simulate(config, source=self.source).iterations
-            self.wholes += iterations
-
-            def mean(key: str) -> float:
-                return sum(row[key] or 0.0 for row in rows) / len(rows)
-
-            published = publish_s(config)
-            self._figures[plan, iterations] = Figures(
-                iteration_s=mean("rollout_to_train_end_s") + published,
-                rollout_s=mean("rollout_s"),
-                train_busy_s=mean("train_busy_s"),
-                first_dispatch_s=mean("first_dispatch_s"),
-                publish_s=published,
-                generated_tokens=mean("generated_tokens"),
-            )
-        return self._figures[plan, iterations]
-
-    def estimate_s(self, plan: Plan) -> float:
-        """Of one iteration: its engines simulated, its trainer as a queue."""
-        arrivals, config = self.arrivals(plan.engines, plan.frontier_groups), self.space.of(plan)
-        if not arrivals:
-            return 0.0
-        costs = trainer_costs(config)
-        return max(estimated_s(config, plan.trainer, costs, arrivals) + publish_s(config), self.bounds.iteration_s(plan))
-
-    def arrivals(self, engines: Engines, width: int | None) -> list[tuple[float, int, list[int]]]:
-        """(t since the request, submission order, lengths) of every group. Where engines and steps divide, a part of the
-        engines with as large a part of the groups is simulated: each of these stands for some that are about as long."""
-        if (engines, width) not in self._arrivals:
-            parts = self._parts(engines)
-            source = self.source if parts == 1 else _Sample(self.work, parts)
-            job = SimulatedJob(self._rollout_alone(engines, width, parts), _Nothing(), seen := _Arrivals(), source)
-            job.rollout.log = seen
-            job.run()
-            self.rollouts += 1
-            trained = self.work.lengths()
-            self._arrivals[engines, width] = [
-                (t - seen.requested_t, member if parts > 1 else order, trained[member] if parts > 1 else tokens)
-                for t, group, order, tokens in seen.groups
-                for member in (source.stands_for[group] if isinstance(source, _Sample) else [group])
-            ]
-        return self._arrivals[engines, width]
-
-    def _parts(self, engines: Engines) -> int:
-        """Into how many equal parts the rollout is cut, of which one is simulated."""
-        c = self.config
-        if c.rollout.filter != "none":
-            return 1
-        most = min(c.rollout.groups_per_iteration * c.rollout.trajectories_per_group // SMALL, engines.count // 2)
-        whole = math.gcd(engines.count, c.groups_per_step)
-        return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= max(most, 1))
-
-    def _rollout_alone(self, engines: Engines, width: int | None, parts: int) -> Config:
-        part = Engines(engines.ranks // parts, engines.tp)
-        config = self.space.of(Plan(part, _ALONE, None if width is None else -(-width // parts)))
-        hardware, c = hardware_of(config), config
-        budget = c.admission.budget_tokens
-        sections = {
-            "hardware": hardware.model_copy(update={"trainer": MeasuredTrainer(micro_batch_s=0.0)}),
-            "run": c.run.model_copy(update={"iterations": 1}),
-            "rollout": c.rollout.model_copy(update={"groups_per_iteration": c.rollout.groups_per_iteration // parts}),
-            "training": c.training.model_copy(update={"trajectories_per_step": c.training.trajectories_per_step // parts}),
-            "admission": c.admission.model_copy(update={"budget_tokens": budget and -(-budget // parts)}),
-        }
-        return config.model_copy(update=sections)
-
-
-_ALONE = Trainer(1, 1, 1, 1, 1, False)
 Watch = Callable[[Judge], None]
 
 
@@ -312,80 +199,3 @@ def _neighbours(space: Space, best: Plan) -> list[Plan]:
             )
             found.append(Plan(engines, trainer, best.frontier_groups))
     return [p for p in found if p != best]
-
-
-# ---- what is simulated ----------------------------------------------------------------------------------------------
-
-
-def _quiet(config: Config) -> Config:
-    """The job itself: no evaluation, no checkpoint, nothing that breaks, nothing cut by a deadline."""
-    if config.workload is None:
-        raise ConfigError("workload: missing; wanted: how long responses are, such as workload.median_tokens=256")
-    healthy = {"slow_engines": {}, "lost_engines": {}, "checkpoint_s": 0.0}
-    sections = {
-        "run": config.run.model_copy(update={"checkpoint_every_iterations": 0}),
-        "evaluation": config.evaluation.model_copy(update={"prompts": 0}),
-        "rollout": config.rollout.model_copy(update={"trajectory_deadline_s": NEVER_S}),
-        "hardware": hardware_of(config).model_copy(update=healthy),
-    }
-    return config.model_copy(update=sections)
-
-
-def _held(config: Config, source: Source, iterations: int) -> int:
-    """How many iterations' groups the workload holds, up to `iterations`. Raises ConfigError where not even one."""
-    first = config.rollout.groups_per_iteration + config.over_sampling_groups
-    for iteration in range(iterations):
-        try:
-            for group in range(iteration * config.most_groups, iteration * config.most_groups + first):
-                source.group(group, iteration, config.rollout.trajectories_per_group)
-        except ConfigError:
-            if iteration == 0:
-                raise
-            return iteration
-    return iterations
-
-
-class _Kept:
-    """A source that draws each group once."""
-
-    def __init__(self, source: Source) -> None:
-        self.group = lru_cache(maxsize=None)(source.group)
-
-
-class _Sample:
-    """Groups by their longest response in blocks of `parts`; of each the middle one stands for all, of the first the longest."""
-
-    def __init__(self, work: Work, parts: int) -> None:
-        by_length = sorted(range(len(work.groups)), key=lambda g: (-max(work.groups[g].output_tokens), g))
-        blocks = [by_length[at : at + parts] for at in range(0, len(by_length), parts)]
-        chosen = [(block[parts // 2 if number else 0], block) for number, block in enumerate(blocks)]
-        chosen.sort()  # in submission order
-        self.stands_for = [block for _, block in chosen]
-        self._groups = [work.groups[group] for group, _ in chosen]
-
-    def group(self, group: int, iteration: int, samples: int) -> GroupWork:
-        return self._groups[group]
-
-
-class _Nothing:
-    """A log of nothing."""
-
-    def event(self, event: e.Event) -> None:
-        pass
-
-    def command(self, t: float, command: e.Command) -> None:
-        pass
-
-
-@dataclass(slots=True)
-class _Arrivals(_Nothing):
-    """When groups came to the trainer."""
-
-    requested_t: float = 0.0
-    groups: list[tuple[float, int, int, list[int]]] = field(default_factory=list)  # t, group, order, lengths
-
-    def event(self, event: e.Event) -> None:
-        if isinstance(event, e.GroupArrived):
-            self.groups.append((event.t, event.group, event.order, list(event.tokens)))
-        elif isinstance(event, e.RolloutRequested):
-            self.requested_t = event.t
