@@ -1,6 +1,6 @@
 """Draws what a run learned: mean training reward of each iteration, held-out reward at each evaluation.
 
-    python -m tests.bench.curve RUN_DIR OUT.png
+python -m tests.bench.curve RUN_DIR OUT.png
 """
 
 from __future__ import annotations
