@@ -13,6 +13,8 @@ usage:
   ./launch.sh test [PYTEST ARGUMENT ..] set up and run every check; with arguments: pytest with them, nothing else
   ./launch.sh report RUN_DIR ...        tables of finished or running runs; --html writes a page
   ./launch.sh story RUN_DIR 12.5        what happened to one trajectory, group (12) or step (s7)
+  ./launch.sh simulate CONFIG ...       the job on a virtual clock; plan CONFIG: which split and layout to ask Slurm for;
+                                        calibrate RUN_DIR ...: what both know of the hardware, from real runs
   ./launch.sh doctor                    what this machine has, and what to do about the rest
   ./launch.sh version
 
@@ -269,7 +271,7 @@ fi
 [ $# -gt 0 ] || { usage >&2; exit 2; }
 case $1 in
     test) shift; setup dev; run_tests "$@" ;;
-    report | story | doctor | version | train) setup run; exec "$venv/bin/rpipe" "$@" ;;
+    report | story | simulate | plan | calibrate | doctor | version | train) setup run; exec "$venv/bin/rpipe" "$@" ;;
     *)
         [ -f "$1" ] || fail "$1: no such run file, and no command; see ./launch.sh --help"
         setup run

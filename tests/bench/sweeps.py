@@ -101,7 +101,10 @@ def draw(found: dict[str, dict[str, dict[str, list[float]]]], path: Path) -> Non
         axis.grid(alpha=0.3)
     for axis in axes[:, 0]:
         axis.set_ylabel("time / serial's time")
-    axes[0, 0].set_ylim(bottom=0.4, top=1.6)
+    axes[0, 0].set_yscale("log")
+    axes[0, 0].set_ylim(bottom=0.5, top=6.0)
+    axes[0, 0].set_yticks([0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0], ["0.5", "0.7", "1", "1.5", "2", "3", "5"])
+    axes[0, 0].minorticks_off()
     handles: Any = axes[0, 0].get_legend_handles_labels()
     figure.legend(*handles, loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.05, 1, 1))
