@@ -111,6 +111,10 @@ class TimedJob:
                 self._to_training(e.WeightsPublished(t=t, version=c.version, started_t=self._offered_t, nbytes=1 << 20))
             case e.RequestRollout():
                 self._request(c)
+            case e.RequestGroups():
+                specs = tuple(self._spec(self._next_group + i) for i in range(c.count))
+                self._next_group += c.count
+                self._to_rollout(e.GroupsDrawn(t=t, iteration=c.iteration, groups=specs))
             case e.SendTurn():
                 self._turn(c)
             case e.RestartEngine():
@@ -152,7 +156,10 @@ class TimedJob:
                 pass
 
     def _request(self, c: e.RequestRollout) -> None:
-        first, count, samples = c.iteration * self.groups, self.groups, self.samples
+        settings = self._rollout.settings
+        most = self.groups + settings.over_sampling_groups + settings.refill_groups
+        first, count, samples = c.iteration * most, self.groups + settings.over_sampling_groups, self.samples
+        self._next_group = first + count
         if c.purpose == "eval":
             first, count, samples = -EVAL_GROUPS, EVAL_GROUPS, 1
         specs = tuple(self._spec(group) for group in range(first, first + count))

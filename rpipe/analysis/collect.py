@@ -18,7 +18,8 @@ MARKS_PER_KIND = 200  # kept with their text; the rest is counted
 SILENT = frozenset(
     ("TurnStarted", "GroupReceived", "WeightsOffered", "DeadlinePassed", "UpdateEngine", "ConfirmWeights", "RequestRollout")
     + ("GroupDropped", "RolloutEnded", "PublishWeights", "SaveCheckpoint", "FinishRun", "StopTraining")
-    + ("ClockOffset", "JobEnded", "EngineUp", "RestartEngine")
+    + ("ClockOffset", "JobEnded", "EngineUp", "EngineReady", "RestartEngine", "StepTrained", "RequestGroups", "FilterGroup")
+    + ("AbortTurn",)
 )
 _HEAD = frozenset(("v", "t", "rank", "seq", "io", "kind"))
 
@@ -38,11 +39,13 @@ class Collector:
         self._closed: list[Detail] = []
         self._handlers: dict[str, Callable[[Record], None]] = {
             "RolloutRequested": self._requested,
+            "GroupsDrawn": self._drawn,
             "SendTurn": self._sent_turn,
             "TurnFinished": self._turn,
             "ScoreTrajectory": self._score,
             "TrajectoryScored": self._scored,
             "ServingComplete": self._served,
+            "GroupFiltered": self._filtered,
             "SendGroup": self._group,
             "DropGroup": self._group,
             "EndRollout": self._rollout_ended,
@@ -138,6 +141,13 @@ class Collector:
             detail = self._at(r["iteration"])
         if detail.requested_t is None:  # a second one for the same iteration only adds groups
             detail.requested_t, detail.version = r["t"], r["version"]
+        self._take_in(detail, r)
+
+    def _drawn(self, r: Record) -> None:
+        """More groups of the running rollout."""
+        self._take_in(self._at(r["iteration"]), r)
+
+    def _take_in(self, detail: Detail, r: Record) -> None:
         for spec in r["groups"]:
             group = Group(spec["group"], len(detail.groups), r["t"], spec["prompt_tokens"])
             if spec.get("rewards"):
@@ -198,6 +208,11 @@ class Collector:
         detail = self._home.get(r["group"])
         if detail is not None and r["group"] in detail.groups:
             detail.groups[r["group"]].served_t = r["t"]
+
+    def _filtered(self, r: Record) -> None:
+        detail = self._home.get(r["group"])
+        if detail is not None and r["group"] in detail.groups:
+            detail.groups[r["group"]].filtered_t = r["t"]
 
     def _group(self, r: Record) -> None:
         group = self._in_group(r["group"], r["iteration"])

@@ -26,6 +26,7 @@ CAUSES: dict[str, str] = {
     "straggler": "a straggler trajectory",
     "slow engine": "a slow engine",
     "slow reward": "rewards",
+    "slow filter": "the filter function",
     "narrow frontier": "a frontier too narrow",
     "full engines": "engines with a queue",
     "environment": "tools and environments",
@@ -132,6 +133,7 @@ def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
     """Which causes one wait's seconds belong to."""
     simple = {
         "reward": "slow reward",
+        "filter": "slow filter",
         "channel": "channel",
         "dispatch": "dispatch",
         "replicas": "uneven replicas",

@@ -66,6 +66,7 @@ class Group:
     prompt_tokens: int = 0
     trajectories: dict[int, Trajectory] = field(default_factory=dict)
     served_t: float | None = None  # all generated: it left the frontier
+    filtered_t: float | None = None  # the filter function answered, where there is one
     sent_t: float | None = None  # all scored: to the trainer, or dropped
     dropped: str = ""  # why, where the filter refused it
     restored_tokens: tuple[int, ...] = ()  # one a trajectory, where an interrupted attempt had finished it

@@ -14,7 +14,9 @@ from typing import Literal
 
 from rpipe.analysis.spans import Detail, Group, MicroBatch, Trajectory
 
-Phase = Literal["deferred", "queued", "generating", "environment", "lost", "reward", "channel", "dispatch", "replicas"]
+Phase = Literal[
+    "deferred", "queued", "generating", "environment", "lost", "reward", "filter", "channel", "dispatch", "replicas"
+]
 PHASES: dict[Phase, str] = {
     "deferred": "the group was not admitted yet",
     "queued": "in the engine's queue or prefill",
@@ -22,6 +24,7 @@ PHASES: dict[Phase, str] = {
     "environment": "between two turns: a tool or an environment",
     "lost": "its engine was lost: until it went on elsewhere",
     "reward": "the reward function, its queue included",
+    "filter": "the filter function",
     "channel": "on the way to the trainer",
     "dispatch": "there, but not handed out: the mode's order, or the trainer's own work",
     "replicas": "another replica still worked on the step",
@@ -133,6 +136,8 @@ def _way(group: Group, last: Trajectory) -> list[tuple[Phase, float]]:
             way.append(("generating", turn.ended_t))
     if last.scored_t is not None:
         way.append(("reward", last.scored_t))
+    if group.filtered_t is not None:
+        way.append(("filter", group.filtered_t))
     if group.arrived_t is not None:
         way.append(("channel", group.arrived_t))
     return way

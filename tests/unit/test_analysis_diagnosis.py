@@ -125,3 +125,15 @@ def test_every_second_of_waiting_has_one_cause(tmp_path: Path, mode: str, replic
         whole_s = detail.train_ended_t - detail.requested_t
         assert told.waited_s == pytest.approx(whole_s - busy_s) and sum(told.seconds.values()) == pytest.approx(told.waited_s)
         assert ("serial" in told.seconds) == (mode == "serial")
+
+
+def test_groups_drawn_later_in_place_of_dropped_ones_belong_to_their_iteration(tmp_path: Path):
+    world = {"rollout": {"admission": Fifo(), "drop_zero_variance": True, "refill_groups": 4}, "training": {"replicas": 1}}
+    TimedJob(tmp_path / "attempt-1", **world, reward=lambda t: float(t.group % 12 >= 4 and t.sample % 2)).run()
+    details, track = collect(read(tmp_path / "attempt-1"))
+    assert track.marked == {}
+    drawn = [r for r in read(tmp_path / "attempt-1") if r["kind"] == "GroupsDrawn"]
+    more = {spec["group"] for r in drawn if r["iteration"] == 0 for spec in r["groups"]}
+    assert more and more <= set(details[0].groups)
+    trained = {group for step in details[0].steps.values() for group in step.groups}
+    assert more & trained and not any(details[0].groups[group].dropped for group in more & trained)

@@ -6,7 +6,7 @@ const PARTS = {
 };
 const CAUSE_COLOURS = {
   straggler: "#d55e00", "slow engine": "#c62828", "slow reward": "#c9971a", "narrow frontier": "#cc79a7", "full engines": "#882255",
-  environment: "#b8a800", "lost engine": "#ff6b6b", serial: "#0072b2", "first groups": "#56b4e9", rollout: "#5b8fc7", channel: "#8a63d2",
+  environment: "#b8a800", "slow filter": "#7a5c00", "lost engine": "#ff6b6b", serial: "#0072b2", "first groups": "#56b4e9", rollout: "#5b8fc7", channel: "#8a63d2",
   dispatch: "#a98ae8", "uneven replicas": "#b08968",
 };
 

@@ -34,7 +34,7 @@ class Timeline {
     }
     const engines = [...slots.keys()].sort((a, b) => a - b);
     const all = [...slots.values()].reduce((sum, count) => sum + count, 0) || 1;
-    this.lane = Math.min(11, Math.max(1.2, 340 / all));
+    this.lane = Math.min(11, Math.max(0.5, 360 / all));
     this.rewardLane = Math.min(6, Math.max(1, 60 / (rewards || 1)));
     this.rows = [];
     let y = MAP + 10;
