@@ -26,8 +26,12 @@ _events: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 _commands: msgspec.json.Decoder[AnyCommand] = msgspec.json.Decoder(AnyCommand)
 
 
+class LogError(OSError):
+    """The log cannot be written; a run without its record must not go on."""
+
+
 class EventLog:
-    """Appends one rank's records; flushed once per event, so a killed job loses at most a line."""
+    """Appends one rank's records; flushed once per event, so a killed job loses at most a line. Raises LogError."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -38,24 +42,39 @@ class EventLog:
 
     def _write(self, t: float, io: str, body: bytes) -> None:
         head = f'{{"v":{FORMAT},"t":{t!r},"rank":{self.rank},"seq":{self.seq},"io":"{io}",'.encode()
-        self._file.write(head + body[1:] + b"\n")
+        try:
+            self._file.write(head + body[1:] + b"\n")
+        except OSError as error:
+            raise self._error(error) from None
         self.seq += 1
 
     def event(self, event: Event) -> None:
         """One that a coordinator is about to see. Its own `t` is the record's, written once."""
         fields = msgspec.to_builtins(event)
         self._write(fields.pop("t"), "event", _encoder.encode(fields))
-        self._file.flush()
+        self._flush()
 
     def command(self, t: float, command: Command) -> None:
         self._write(t, "command", _encoder.encode(command))
 
     def note(self, t: float, kind: str, **fields: Any) -> None:
         self._write(t, "note", _encoder.encode({"kind": kind, **fields}))
-        self._file.flush()
+        self._flush()
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _flush(self) -> None:
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: OSError) -> LogError:
+        return LogError(f"{self.path}: the event log cannot be written: {error.strerror}")
 
     def __enter__(self) -> EventLog:
         return self
