@@ -252,11 +252,23 @@ def _side_by_side(reports: list[Report]) -> Table:
     table.add_column("")
     for told in reports:
         table.add_column(f"{told['run']['name']}\n{len(told['iterations'])} iterations", justify="right")
+    if len(reports) == 2:
+        table.add_column("second / first", justify="right")
     specs = {key: spec for key, _, spec in COLUMNS}
     for key in COMPARED:
-        table.add_row(key, *(_f(told["run"]["medians"].get(key), specs[key]) for told in reports))
-    table.add_row("tokens_per_s", *(_f(told["run"].get("tokens_per_s"), ",.0f") for told in reports))
+        figures = [told["run"]["medians"].get(key) for told in reports]
+        table.add_row(key, *(_f(figure, specs[key]) for figure in figures), *_ratio(figures))
+    figures = [told["run"].get("tokens_per_s") for told in reports]
+    table.add_row("tokens_per_s", *(_f(figure, ",.0f") for figure in figures), *_ratio(figures))
     return table
+
+
+def _ratio(figures: list[Any]) -> list[str]:
+    """Of two runs, the second's figure in terms of the first's."""
+    if len(figures) != 2:
+        return []
+    first, second = figures
+    return [f"{second / first:.3f}" if first and second is not None else "-"]
 
 
 def _pages(runs: Sequence[Path], wanted: Path | None) -> list[Report]:

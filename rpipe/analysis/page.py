@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 WEB = Path(__file__).parent / "web"
-SCRIPTS = ("base.js", "charts.js", "timeline.js", "gantt.js", "page.js")
+SCRIPTS = ("base.js", "charts.js", "timeline.js", "words.js", "gantt.js", "figures.js", "page.js")
 
 
 def write(path: Path, runs: Sequence[dict[str, Any]]) -> None:

@@ -15,12 +15,13 @@ from typing import Any
 
 from rpipe.analysis import history
 from rpipe.analysis.collect import Collector
-from rpipe.analysis.diagnosis import Diagnosis, Totals, diagnose
+from rpipe.analysis.diagnosis import Diagnosis, diagnose
 from rpipe.analysis.history import AttemptSpan, Work
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.problems import problems
 from rpipe.analysis.run import Record, RunError, attempts, failure, launcher_said, read
 from rpipe.analysis.spans import Detail
+from rpipe.analysis.totals import Totals
 
 Report = dict[str, Any]
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from rpipe.analysis.collect import collect
-from rpipe.analysis.diagnosis import Diagnosis, Totals, diagnose
+from rpipe.analysis.diagnosis import Diagnosis, diagnose
 from rpipe.analysis.run import read
 from rpipe.analysis.summary import report
+from rpipe.analysis.totals import Totals
 from rpipe.policy.admission import Fifo, Frontier
 from tests.timed_job import TimedJob
 

@@ -132,7 +132,7 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     a, b = make_run(tmp_path / "a", 2), make_run(tmp_path / "b", 3)
     assert main([str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert next(line for line in lines if "rollout_s" in line).split() == ["rollout_s", "4.00", "4.00"]
+    assert next(line for line in lines if "rollout_s" in line).split() == ["rollout_s", "4.00", "4.00", "1.000"]
     assert main([str(a), str(b), "--json"]) == 2
 
 

@@ -68,14 +68,23 @@ function redraw() {
   for (const draw of redraws) draw();
 }
 
+// As chosen by the reader, else as the system has it.
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+function applyTheme() {
+  const root = document.documentElement;
+  root.dataset.shade = root.dataset.theme || (systemDark.matches ? "dark" : "light");
+  redraw();
+}
+applyTheme();
+systemDark.addEventListener("change", applyTheme);
+
 function nextTheme() {
   const order = ["", "light", "dark"];
   const root = document.documentElement;
   const next = order[(order.indexOf(root.dataset.theme || "") + 1) % order.length];
-  if (next) root.dataset.theme = next;
-  else delete root.dataset.theme;
+  root.dataset.theme = next;
   byId("theme").textContent = { "": "◐", light: "☀", dark: "☾" }[next];
-  redraw();
+  applyTheme();
 }
 
 // ---- the tooltip
@@ -104,7 +113,11 @@ function show(change) {
   for (const listener of listeners) listener(change);
 }
 
-const detailOf = (run, iteration) => run.details.filter((d) => d.iteration === iteration).sort((a, b) => a.kept - b.kept).pop();
+const detailOf = (run, iteration) =>
+  run.details
+    .filter((d) => d.iteration === iteration)
+    .sort((a, b) => a.kept - b.kept)
+    .pop();
 
 // Colours for the chosen colouring, of one detail.
 function painter(detail) {
@@ -116,12 +129,21 @@ function painter(detail) {
   const grey = colour("dropped");
   const steps = Math.max(1, detail.steps.length);
   const ofStep = (step) =>
-    missing(step) ? grey : steps <= STEP_COLOURS.length ? STEP_COLOURS[step % STEP_COLOURS.length] : `hsl(${250 - (230 * step) / steps} 62% 48%)`;
+    missing(step)
+      ? grey
+      : steps <= STEP_COLOURS.length
+        ? STEP_COLOURS[step % STEP_COLOURS.length]
+        : `hsl(${250 - (230 * step) / steps} 62% 48%)`;
   const turn = {
     step: (t) => ofStep(stepOf.get(t[0])),
     group: (t) => `hsl(${(t[0] * 137.508) % 360} 52% 52%)`,
     reward: (t) => (missing(t[10]) ? grey : `hsl(${8 + (130 * (t[10] - low)) / (high - low)} 55% 47%)`),
     length: (t) => `hsl(${215 - (190 * t[8]) / longest} 65% 50%)`,
   };
-  return { ofStep, stepOf, turn: (t) => turn[shown.colouring](t), ofGroup: (g) => (shown.colouring === "group" ? turn.group([g]) : ofStep(stepOf.get(g))) };
+  return {
+    ofStep,
+    stepOf,
+    turn: (t) => turn[shown.colouring](t),
+    ofGroup: (g) => (shown.colouring === "group" ? turn.group([g]) : ofStep(stepOf.get(g))),
+  };
 }

@@ -1,13 +1,32 @@
 // Stacked bars, lines over iterations, histograms: small SVG charts with a tooltip.
 "use strict";
 const PARTS = {
-  rollout: "#0072b2", "training after rollout": "#e69f00", publishing: "#8a63d2", saving: "#b08968", evaluating: "#009e73",
-  starting: "#7a8694", "warming up": "#56b4e9", other: "#a9b4c2", "between attempts": "#c62828", working: "#3d4854",
+  rollout: "#0072b2",
+  "training after rollout": "#e69f00",
+  publishing: "#8a63d2",
+  saving: "#b08968",
+  evaluating: "#009e73",
+  starting: "#7a8694",
+  "warming up": "#56b4e9",
+  other: "#a9b4c2",
+  "between attempts": "#c62828",
+  working: "#3d4854",
 };
 const CAUSE_COLOURS = {
-  straggler: "#d55e00", "slow engine": "#c62828", "slow reward": "#c9971a", "narrow frontier": "#cc79a7", "full engines": "#882255",
-  environment: "#b8a800", "slow filter": "#7a5c00", "lost engine": "#ff6b6b", serial: "#0072b2", "first groups": "#56b4e9", rollout: "#5b8fc7", channel: "#8a63d2",
-  dispatch: "#a98ae8", "uneven replicas": "#b08968",
+  straggler: "#d55e00",
+  "slow engine": "#c62828",
+  "slow reward": "#c9971a",
+  "narrow frontier": "#cc79a7",
+  "full engines": "#882255",
+  environment: "#b8a800",
+  "slow filter": "#7a5c00",
+  "lost engine": "#ff6b6b",
+  serial: "#0072b2",
+  "first groups": "#56b4e9",
+  rollout: "#5b8fc7",
+  channel: "#8a63d2",
+  dispatch: "#a98ae8",
+  "uneven replicas": "#b08968",
 };
 
 // rows: [{name, class, parts: {name: share}, text: {name: tooltip}}]
@@ -60,7 +79,7 @@ function lines(title, series, xText, format, low = null) {
   const { width, height, left, right, bottom } = CHART;
   const points = series.flatMap((one) => one.points.filter((point) => !missing(point[1])));
   const figure = element("figure", {}, element("h3", {}, title));
-  if (!points.length) return figure.append(element("figcaption", {}, "nothing to show")), figure;
+  if (!points.length) return (figure.append(element("figcaption", {}, "nothing to show")), figure);
   const xs = points.map((point) => point[0]);
   const ys = points.map((point) => point[1]);
   const [xLow, xHigh] = [Math.min(...xs), Math.max(...xs)];
@@ -76,18 +95,30 @@ function lines(title, series, xText, format, low = null) {
   for (const one of series) {
     const real = one.points.filter((point) => !missing(point[1]));
     const path = real.map((point, i) => `${i ? "L" : "M"}${x(point[0]).toFixed(1)} ${y(point[1]).toFixed(1)}`).join("");
-    made.append(svg("path", { d: path, fill: "none", stroke: one.colour, "stroke-width": 1.8, "stroke-dasharray": one.dash ? "5 4" : "none" }));
-    if (one.dots || real.length < 40) for (const point of real) made.append(svg("circle", { cx: x(point[0]), cy: y(point[1]), r: one.dots ? 3.4 : 2, fill: one.colour }));
+    made.append(
+      svg("path", {
+        d: path,
+        fill: "none",
+        stroke: one.colour,
+        "stroke-width": 1.8,
+        "stroke-dasharray": one.dash ? "5 4" : "none",
+      }),
+    );
+    if (one.dots || real.length < 40)
+      for (const point of real)
+        made.append(svg("circle", { cx: x(point[0]), cy: y(point[1]), r: one.dots ? 3.4 : 2, fill: one.colour }));
   }
   const hair = svg("line", { class: "hair", y1: CHART.top, y2: height - bottom, visibility: "hidden" });
   made.append(hair);
   made.addEventListener("mousemove", (event) => {
     const box = made.getBoundingClientRect();
-    const at = xLow + (((event.clientX - box.left) / box.width) * width - left) / (width - left - right) * (xHigh - xLow);
+    const at = xLow + ((((event.clientX - box.left) / box.width) * width - left) / (width - left - right)) * (xHigh - xLow);
     const nearest = xs.reduce((best, one) => (Math.abs(one - at) < Math.abs(best - at) ? one : best), xs[0]);
     for (const side of ["x1", "x2"]) hair.setAttribute(side, x(nearest));
     hair.setAttribute("visibility", "visible");
-    const said = series.map((one) => [one.name, one.points.find((point) => point[0] === nearest)]).filter(([, point]) => point && !missing(point[1]));
+    const said = series
+      .map((one) => [one.name, one.points.find((point) => point[0] === nearest)])
+      .filter(([, point]) => point && !missing(point[1]));
     tip(event, `${xText} ${nearest}\n${said.map(([name, point]) => `${name} ${format(point[1])}`).join("\n")}`);
   });
   made.addEventListener("mouseleave", () => (hair.setAttribute("visibility", "hidden"), tip(null, "")));
@@ -98,11 +129,11 @@ function lines(title, series, xText, format, low = null) {
   return figure;
 }
 
-// series: [{name, colour, bins: [[label, count, key]]}]; bins of all series share their keys; shares of each series' sum are drawn
+// series: [{name, colour, bins: Map(key -> count)}]; bins of all series share their keys; shares of each series' sum are drawn
 function histogram(title, series, order, label, xText) {
   const { width, height, left, right, top, bottom } = CHART;
   const figure = element("figure", {}, element("h3", {}, title));
-  if (!order.length) return figure.append(element("figcaption", {}, "nothing to show")), figure;
+  if (!order.length) return (figure.append(element("figcaption", {}, "nothing to show")), figure);
   const sums = series.map((one) => [...one.bins.values()].reduce((sum, count) => sum + count, 0) || 1);
   const share = (one, key, i) => (one.bins.get(key) || 0) / sums[i];
   const highest = Math.max(...series.flatMap((one, i) => order.map((key) => share(one, key, i))));
@@ -113,7 +144,17 @@ function histogram(title, series, order, label, xText) {
     series.forEach((one, i) => {
       const part = Math.max(1, (each - (each > 4 ? 1.5 : 0)) / series.length);
       const up = share(one, key, i);
-      if (up) made.append(svg("rect", { x: left + at * each + i * part, width: part, y: y(up), height: Math.max(0.8, height - bottom - y(up)), fill: one.colour, rx: 1 }));
+      if (up)
+        made.append(
+          svg("rect", {
+            x: left + at * each + i * part,
+            width: part,
+            y: y(up),
+            height: Math.max(0.8, height - bottom - y(up)),
+            fill: one.colour,
+            rx: 1,
+          }),
+        );
     });
     if (at % every === 0) {
       const text = svg("text", { x: left + (at + 0.5) * each, y: height - bottom + 15, "text-anchor": "middle" });
@@ -121,7 +162,9 @@ function histogram(title, series, order, label, xText) {
       made.append(text);
     }
     const over = svg("rect", { x: left + at * each, width: each, y: top, height: height - top - bottom, fill: "transparent" });
-    const said = series.map((one, i) => `${TWO ? `${one.name}: ` : ""}${whole(one.bins.get(key) || 0)} (${percent(share(one, key, i))})`).join("\n");
+    const said = series
+      .map((one, i) => `${TWO ? `${one.name}: ` : ""}${whole(one.bins.get(key) || 0)} (${percent(share(one, key, i))})`)
+      .join("\n");
     over.addEventListener("mousemove", (event) => tip(event, `${label(key, true)}\n${said}`));
     over.addEventListener("mouseleave", () => tip(null, ""));
     made.append(over);

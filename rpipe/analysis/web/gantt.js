@@ -1,8 +1,12 @@
 // The groups of one iteration, a row each in submission order: deferred, generating, scored, waiting, training.
 "use strict";
 const PHASES = [
-  ["deferred", "deferred", "deferred"], ["generating", null, "generating, a line a trajectory"], ["reward", "reward", "rewards"],
-  ["channel", "publish", "to the trainer"], ["fifo", "fifo", "waits for a micro-batch"], ["train", null, "training"],
+  ["deferred", "deferred", "deferred"],
+  ["generating", null, "generating, a line a trajectory"],
+  ["reward", "reward", "rewards"],
+  ["channel", "publish", "to the trainer"],
+  ["fifo", "fifo", "waits for a micro-batch"],
+  ["train", null, "training"],
   ["dropped", "dropped", "dropped"],
 ];
 
@@ -52,7 +56,13 @@ class Gantt {
     c.textBaseline = "middle";
     c.fillStyle = colour("soft");
     if (!detail) {
-      c.fillText(shown.iteration === null ? "choose an iteration above" : `the page does not carry iteration ${shown.iteration} in detail`, 4, 16);
+      c.fillText(
+        shown.iteration === null
+          ? "choose an iteration above"
+          : `the page does not carry iteration ${shown.iteration} in detail`,
+        4,
+        16,
+      );
       return;
     }
     this.rows(c, detail, width, height);
@@ -86,11 +96,14 @@ class Gantt {
       this.row(c, g, turns.get(g[0]) || [], { x, y, h: this.rowHeight - (this.rowHeight > 7 ? 2 : 1), start, paint });
     });
     c.globalAlpha = 1;
-    for (const [t, dash] of [[detail.rollout_end, []], [detail.train_end, [2, 3]]]) {
+    for (const [t, dash] of [
+      [detail.rollout_end, []],
+      [detail.train_end, [2, 3]],
+    ]) {
       if (t === null) continue;
       c.setLineDash(dash);
       c.strokeStyle = colour("soft");
-      c.beginPath(), c.moveTo(x(t), 2), c.lineTo(x(t), height - 24), c.stroke();
+      (c.beginPath(), c.moveTo(x(t), 2), c.lineTo(x(t), height - 24), c.stroke());
       c.setLineDash([]);
     }
   }
@@ -105,11 +118,13 @@ class Gantt {
     bar(start, admitted, colour("deferred"));
     bar(admitted, generated, colour("idle"));
     const each = h / Math.max(1, turns.length);
-    turns.sort((a, b) => a[7] - b[7]).forEach((turn, index) => {
-      const from = turn[6] === null ? turn[5] : turn[6];
-      c.fillStyle = turn[9] === "lost" ? colour("lost") : paint.turn(turn);
-      c.fillRect(x(from), y + index * each, Math.max(0.6, x(turn[7]) - x(from)), Math.max(0.5, each - (each > 2 ? 0.5 : 0)));
-    });
+    turns
+      .sort((a, b) => a[7] - b[7])
+      .forEach((turn, index) => {
+        const from = turn[6] === null ? turn[5] : turn[6];
+        c.fillStyle = turn[9] === "lost" ? colour("lost") : paint.turn(turn);
+        c.fillRect(x(from), y + index * each, Math.max(0.6, x(turn[7]) - x(from)), Math.max(0.5, each - (each > 2 ? 0.5 : 0)));
+      });
     bar(generated, complete, dropped ? colour("dropped") : colour("reward"));
     if (dropped) return;
     bar(complete, arrived, colour("publish"));
@@ -127,7 +142,8 @@ function lasted(detail) {
 function ganttLegend(into) {
   const rebuild = () => {
     into.replaceChildren();
-    for (const [, name, text] of PHASES) into.append(element("span", {}, element("i", { style: `background:${name ? colour(name) : STEP_COLOURS[0]}` }), text));
+    for (const [, name, text] of PHASES)
+      into.append(element("span", {}, element("i", { style: `background:${name ? colour(name) : STEP_COLOURS[0]}` }), text));
     into.append(element("span", {}, "│ rollout ends"), element("span", {}, "┆ training ends"));
   };
   rebuild();

@@ -1,11 +1,20 @@
 // Puts the page together and listens to keys.
 "use strict";
 const COLUMNS = [
-  ["iteration", "iteration", whole], ["rollout_s", "rollout", seconds], ["train_busy_s", "train busy", seconds],
-  ["rollout_to_train_end_s", "to train end", seconds], ["first_dispatch_s", "first dispatch", seconds],
-  ["waiting_ratio_start", "waits, start", percent], ["waiting_ratio_busy", "waits, all", percent], ["steps", "steps", whole],
-  ["groups_trained", "groups", whole], ["groups_dropped", "dropped", whole], ["trajectories", "trajectories", whole],
-  ["generated_tokens", "tokens", whole], ["reward_mean", "reward", (v) => fixed(v, 3)], ["logprob_gap_mean", "log-prob gap", short],
+  ["iteration", "iteration", whole],
+  ["rollout_s", "rollout", seconds],
+  ["train_busy_s", "train busy", seconds],
+  ["rollout_to_train_end_s", "to train end", seconds],
+  ["first_dispatch_s", "first dispatch", seconds],
+  ["waiting_ratio_start", "waits, start", percent],
+  ["waiting_ratio_busy", "waits, all", percent],
+  ["steps", "steps", whole],
+  ["groups_trained", "groups", whole],
+  ["groups_dropped", "dropped", whole],
+  ["trajectories", "trajectories", whole],
+  ["generated_tokens", "tokens", whole],
+  ["reward_mean", "reward", (v) => fixed(v, 3)],
+  ["logprob_gap_mean", "log-prob gap", short],
 ];
 const runColour = (index) => (TWO ? colour(index ? "b" : "a") : colour("a"));
 const rowsOf = (run) => run.report.iterations;
@@ -14,21 +23,40 @@ function tiles() {
   const edge = (rows, key) => (rows.length ? [rows[0][key], rows[rows.length - 1][key]] : [null, null]);
   const rise = ([first, last]) => (missing(first) ? "–" : `${fixed(first, 3)} → ${fixed(last, 3)}`);
   const facts = [
-    ["iterations", (run) => whole(rowsOf(run).length), (run) => `in ${seconds(run.report.run.seconds)}${run.report.attempts > 1 ? `, ${run.report.attempts} attempts` : ""}`],
+    [
+      "iterations",
+      (run) => whole(rowsOf(run).length),
+      (run) => `in ${seconds(run.report.run.seconds)}${run.report.attempts > 1 ? `, ${run.report.attempts} attempts` : ""}`,
+    ],
     ["rollout to train end", (run) => seconds(run.report.run.medians.rollout_to_train_end_s), () => "median iteration"],
     ["the trainer waits", (run) => percent(run.report.run.medians.waiting_ratio_busy), () => "of it, median"],
     ["first dispatch", (run) => seconds(run.report.run.medians.first_dispatch_s), () => "median"],
     ["rollout speed", (run) => short(run.report.run.tokens_per_s), () => "tokens/s"],
-    ["held-out reward", (run) => rise(edge(run.report.evaluations, "reward_mean")), (run) => (run.report.evaluations[0]?.count ? `${run.report.evaluations[0].count} trajectories` : "first, last evaluation")],
+    [
+      "held-out reward",
+      (run) => rise(edge(run.report.evaluations, "reward_mean")),
+      (run) =>
+        run.report.evaluations[0]?.count ? `${run.report.evaluations[0].count} trajectories` : "first, last evaluation",
+    ],
     ["training reward", (run) => rise(edge(rowsOf(run), "reward_mean")), () => "first, last iteration"],
-    ["response", (run) => `${whole(run.report.run.response_tokens_p50)} tokens`, (run) => `p95 ${whole(run.report.run.response_tokens_p95)}, ${percent(run.report.run.truncation_rate)} cut`],
+    [
+      "response",
+      (run) => `${whole(run.report.run.response_tokens_p50)} tokens`,
+      (run) => `p95 ${whole(run.report.run.response_tokens_p95)}, ${percent(run.report.run.truncation_rate)} cut`,
+    ],
   ];
   for (const [name, value, more] of facts) {
     if (RUNS.every((run) => value(run).startsWith("–"))) continue;
     const values = RUNS.map((run, i) => element("span", TWO ? { class: i ? "run-b" : "run-a" } : {}, value(run)));
     const said = TWO ? RUNS.map(more) : [more(RUNS[0])];
     byId("tiles").append(
-      element("div", { class: TWO ? "tile two" : "tile" }, element("div", { class: "name" }, name), element("div", { class: "value" }, ...values), element("div", { class: "more" }, [...new Set(said)].join(" | "))),
+      element(
+        "div",
+        { class: TWO ? "tile two" : "tile" },
+        element("div", { class: "name" }, name),
+        element("div", { class: "value" }, ...values),
+        element("div", { class: "more" }, [...new Set(said)].join(" | ")),
+      ),
     );
   }
 }
@@ -62,7 +90,8 @@ function why() {
     const total = told.seconds + gaps || 1;
     const entries = Object.entries(parts).filter(([, s]) => s > 0);
     return {
-      name: run.name, class: i ? "run-b" : "run-a",
+      name: run.name,
+      class: i ? "run-b" : "run-a",
       parts: Object.fromEntries(entries.map(([name, s]) => [name, s / total])),
       text: Object.fromEntries(entries.map(([name, s]) => [name, seconds(s)])),
     };
@@ -71,9 +100,18 @@ function why() {
   const waits = RUNS.map((run, i) => {
     const shares = run.report.run.waiting || {};
     const waited = Object.values(shares).reduce((sum, share) => sum + share, 0);
-    return { name: run.name, class: i ? "run-b" : "run-a", parts: Object.keys(shares).length ? { working: 1 - waited, ...shares } : {}, text: {} };
+    return {
+      name: run.name,
+      class: i ? "run-b" : "run-a",
+      parts: Object.keys(shares).length ? { working: 1 - waited, ...shares } : {},
+      text: {},
+    };
   });
-  if (waits.some((row) => Object.keys(row.parts).length)) stackedBars(bars, "the trainer between the rollout's request and its last step", waits, { ...CAUSE_COLOURS, working: PARTS.working });
+  if (waits.some((row) => Object.keys(row.parts).length))
+    stackedBars(bars, "the trainer between the rollout's request and its last step", waits, {
+      ...CAUSE_COLOURS,
+      working: PARTS.working,
+    });
   const columns = element("div", { class: TWO ? "two-columns" : "" });
   RUNS.forEach((run, i) => {
     const list = element("ul", { class: "said" });
@@ -84,87 +122,44 @@ function why() {
   byId("sentences").append(columns);
 }
 
-function curves() {
-  const into = byId("curves");
-  const draw = () => {
-    into.replaceChildren();
-    const name = (run, what) => (TWO ? `${run.name}: ${what}` : what);
-    const reward = RUNS.flatMap((run, i) => [
-      { name: name(run, "training reward"), colour: runColour(i), points: rowsOf(run).map((row) => [row.iteration, row.reward_mean]) },
-      { name: name(run, "held-out reward"), colour: TWO ? runColour(i) : colour("b"), dots: true, dash: true, points: run.report.evaluations.map((row) => [row.iteration, row.reward_mean]) },
-    ]).filter((one) => one.points.length);
-    into.append(lines("Reward", reward, "iteration", (v) => fixed(v, 3)));
-    const paces = TWO
-      ? RUNS.map((run, i) => ({ name: run.name, colour: runColour(i), points: rowsOf(run).map((row) => [row.iteration, row.rollout_to_train_end_s]) }))
-      : [["rollout to train end", "rollout_to_train_end_s", colour("ink")], ["rollout", "rollout_s", PARTS.rollout], ["trainer busy", "train_busy_s", PARTS["training after rollout"]], ["first dispatch", "first_dispatch_s", "#009e73"]].map(
-          ([text, key, fill]) => ({ name: text, colour: fill, points: rowsOf(RUNS[0]).map((row) => [row.iteration, row[key]]) }),
-        );
-    into.append(lines(TWO ? "Rollout to train end" : "Seconds an iteration", paces, "iteration", seconds, 0));
-    const single = (title, key, format) => lines(title, RUNS.map((run, i) => ({ name: TWO ? run.name : title.toLowerCase(), colour: runColour(i), points: rowsOf(run).map((row) => [row.iteration, row[key]]) })), "iteration", format, 0);
-    into.append(single("The trainer's waiting ratio", "waiting_ratio_busy", percent), single("Generated tokens", "generated_tokens", short));
-  };
-  draw();
-  redraws.push(draw);
-}
-
-function histograms() {
-  if (!RUNS.some((run) => run.spread.length)) {
-    byId("spread").hidden = true;
-    return;
-  }
-  const into = byId("histograms");
-  const series = (make) => RUNS.map((run, i) => ({ name: run.name, colour: runColour(i), bins: new Map(make(run.spread || {})) }));
-  const draw = () => {
-    into.replaceChildren();
-    const width = Math.max(...RUNS.map((run) => (run.spread.length ? run.spread.length.width : 1)));
-    const lengths = series((s) => {
-      const bins = new Map();
-      if (s.length) s.length.counts.forEach((n, i) => bins.set(Math.floor((i * s.length.width) / width) * width, (bins.get(Math.floor((i * s.length.width) / width) * width) || 0) + n));
-      return bins;
-    });
-    const most = Math.max(0, ...lengths.flatMap((one) => [...one.bins.keys()]));
-    const order = lengths.some((one) => one.bins.size) ? Array.from({ length: most / width + 1 }, (_, i) => i * width) : [];
-    into.append(histogram("Response length", lengths, order, (key, long) => (long && width > 1 ? `${key} to ${key + width - 1} tokens` : `${key}`), "tokens"));
-    const titles = RUNS.find((run) => run.spread_names)?.spread_names || {};
-    for (const [key, text] of Object.entries(titles)) {
-      const waits = series((s) => s[key] || []);
-      const edges = [...new Set(waits.flatMap((one) => [...one.bins.keys()]))].sort((a, b) => a - b);
-      into.append(histogram(text[0].toUpperCase() + text.slice(1), waits, fill(edges), (low, long) => (low <= 0.0001 ? (long ? "under 0.13 ms" : "< 0.1 ms") : long ? `${seconds(low)} to ${seconds(low * 1.2589)}` : seconds(low)), "logarithmic"));
-    }
-    const stale = series((s) => s.staleness || []);
-    const steps = [...new Set(stale.flatMap((one) => [...one.bins.keys()]))].sort((a, b) => a - b);
-    const versions = RUNS.map((run) => ((run.spread || {}).versions || []).filter(([lag]) => lag > 0).length);
-    const shownStale = histogram("Staleness of trained trajectories", stale, steps, (key, long) => (long ? `${key} optimizer steps` : `${key}`), "optimizer steps since they were sampled");
-    shownStale.append(element("figcaption", {}, versions.some(Boolean) ? "some were of an older weight version" : "all of the iteration's own weight version"));
-    into.append(shownStale);
-  };
-  draw();
-  redraws.push(draw);
-}
-
-// Bins between the first and the last that hold nothing.
-function fill(edges) {
-  const all = [];
-  for (let i = 0; i < edges.length; i++) {
-    all.push(edges[i]);
-    for (let next = edges[i] * 10 ** 0.1; i + 1 < edges.length && next < edges[i + 1] * 0.95; next *= 10 ** 0.1) all.push(+next.toPrecision(3));
-  }
-  return all;
-}
-
 function attempts() {
   const into = byId("history");
   RUNS.forEach((run, i) => {
     if (TWO) into.append(element("h3", { class: i ? "run-b" : "run-a" }, run.name));
     for (const line of run.unread || []) into.append(element("p", {}, line));
     if (!run.attempts.length) return;
-    const table = element("table", {}, element("thead", {}, element("tr", {}, ...["attempt", "began", "lasted", "gap before", "done again later", "where", "ended"].map((text, at) => element("th", at > 4 ? { class: "words" } : {}, text)))));
+    const table = element(
+      "table",
+      {},
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          ...["attempt", "began", "lasted", "gap before", "done again later", "where", "ended"].map((text, at) =>
+            element("th", at > 4 ? { class: "words" } : {}, text),
+          ),
+        ),
+      ),
+    );
     const body = element("tbody");
     for (const a of run.attempts) {
-      const again = a.repeated_iterations.length ? `${a.repeated_iterations.join(", ")} (${whole(a.repeated_tokens)} tokens, ${seconds(a.repeated_s)})` : "–";
+      const again = a.repeated_iterations.length
+        ? `${a.repeated_iterations.join(", ")} (${whole(a.repeated_tokens)} tokens, ${seconds(a.repeated_s)})`
+        : "–";
       const where = [a.nodes, a.job && `job ${a.job}`].filter(Boolean).join(", ") || "–";
       const ended = a.ended === null ? "still running, or killed" : a.ended || "normally";
-      body.append(element("tr", {}, ...[a.attempt, seconds(a.start_s), seconds(a.seconds), seconds(a.gap_s), again].map((text) => element("td", {}, String(text))), ...[where, ended].map((text) => element("td", { class: "words" }, text))));
+      body.append(
+        element(
+          "tr",
+          {},
+          ...[a.attempt, seconds(a.start_s), seconds(a.seconds), seconds(a.gap_s), again].map((text) =>
+            element("td", {}, String(text)),
+          ),
+          ...[where, ended].map((text) => element("td", { class: "words" }, text)),
+        ),
+      );
     }
     table.append(body);
     into.append(table);
@@ -181,7 +176,11 @@ function table() {
     const head = element("tr", {}, ...columns.map(([, title]) => element("th", {}, title)));
     const body = element("tbody");
     for (const row of rowsOf(run)) {
-      const line = element("tr", { class: "pick", "data-iteration": row.iteration, onclick: () => show({ iteration: row.iteration, group: null }) });
+      const line = element("tr", {
+        class: "pick",
+        "data-iteration": row.iteration,
+        onclick: () => show({ iteration: row.iteration, group: null }),
+      });
       for (const [key, , format] of columns) line.append(element("td", {}, format(row[key])));
       body.append(line);
     }
@@ -191,7 +190,9 @@ function table() {
 
 // ---- choosing
 
-const ITERATIONS = [...new Set(RUNS.flatMap((run) => run.attempts.flatMap((a) => a.iterations.map((one) => one[0]))))].sort((a, b) => a - b);
+const ITERATIONS = [...new Set(RUNS.flatMap((run) => run.attempts.flatMap((a) => a.iterations.map((one) => one[0]))))].sort(
+  (a, b) => a - b,
+);
 
 function neighbour(by) {
   const at = shown.iteration === null ? (by > 0 ? -1 : ITERATIONS.length) : ITERATIONS.indexOf(shown.iteration);
@@ -209,13 +210,23 @@ function onShow(change) {
       else if (shown.iteration === null) timeline.view = { from: 0, to: timeline.end };
     });
     const told = RUNS.map((run) => shown.iteration !== null && run.sentences[shown.iteration]).filter(Boolean);
-    byId("sentence").textContent = shown.iteration === null ? "" : told.map((text, i) => (TWO ? `${RUNS[i].name}: ${text}` : text)).join(" · ") || `iteration ${shown.iteration} trained nothing, or is not complete`;
+    byId("sentence").textContent =
+      shown.iteration === null
+        ? ""
+        : told.map((text, i) => (TWO ? `${RUNS[i].name}: ${text}` : text)).join(" · ") ||
+          `iteration ${shown.iteration} trained nothing, or is not complete`;
     byId("gantt-of").textContent = shown.iteration === null ? "an iteration" : `iteration ${shown.iteration}`;
-    for (const row of document.querySelectorAll("tr.pick")) row.classList.toggle("chosen", Number(row.dataset.iteration) === shown.iteration);
+    for (const row of document.querySelectorAll("tr.pick"))
+      row.classList.toggle("chosen", Number(row.dataset.iteration) === shown.iteration);
   }
   const run = RUNS[shown.run];
   const detail = shown.group === null ? null : run.details.find((d) => d.groups.some((g) => g[0] === shown.group));
-  byId("focus").textContent = detail ? groupText(detail.groups.find((g) => g[0] === shown.group), detail).replaceAll("\n", " · ") : "";
+  byId("focus").textContent = detail
+    ? groupText(
+        detail.groups.find((g) => g[0] === shown.group),
+        detail,
+      ).replaceAll("\n", " · ")
+    : "";
   legend();
   redraw();
 }
@@ -225,17 +236,37 @@ function legend() {
   const into = byId("legend");
   into.replaceChildren();
   if (shown.colouring === "step" && detail && detail.steps.length <= STEP_COLOURS.length)
-    for (const step of detail.steps) into.append(element("span", {}, element("i", { style: `background:${STEP_COLOURS[step[0] % STEP_COLOURS.length]}` }), `step ${step[0]}`));
-  into.append(element("span", {}, element("i", { style: `background:${colour("deferred")}` }), "queue"), element("span", {}, "▼ a group is complete"), element("span", {}, "│ rollout ends ┆ training ends"));
+    for (const step of detail.steps)
+      into.append(
+        element(
+          "span",
+          {},
+          element("i", { style: `background:${STEP_COLOURS[step[0] % STEP_COLOURS.length]}` }),
+          `step ${step[0]}`,
+        ),
+      );
+  into.append(
+    element("span", {}, element("i", { style: `background:${colour("deferred")}` }), "queue"),
+    element("span", {}, "▼ a group is complete"),
+    element("span", {}, "│ rollout ends ┆ training ends"),
+  );
 }
 
 function keys(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /^(SELECT|INPUT)$/.test(event.target.tagName)) return;
   const first = Timeline.all[0];
   const acts = {
-    n: () => neighbour(1), p: () => neighbour(-1), 0: () => show({ iteration: null, group: null }), t: nextTheme, "?": () => byId("help").showModal(),
-    Escape: () => show({ group: null }), "+": () => first?.zoom(0.7), "=": () => first?.zoom(0.7), "-": () => first?.zoom(1.4),
-    ArrowLeft: () => first?.pan(-0.2), ArrowRight: () => first?.pan(0.2),
+    n: () => neighbour(1),
+    p: () => neighbour(-1),
+    0: () => show({ iteration: null, group: null }),
+    t: nextTheme,
+    "?": () => byId("help").showModal(),
+    Escape: () => show({ group: null }),
+    "+": () => first?.zoom(0.7),
+    "=": () => first?.zoom(0.7),
+    "-": () => first?.zoom(1.4),
+    ArrowLeft: () => first?.pan(-0.2),
+    ArrowRight: () => first?.pan(0.2),
     c: () => {
       const options = [...byId("colour").options].map((option) => option.value);
       byId("colour").value = options[(options.indexOf(shown.colouring) + 1) % options.length];
@@ -262,8 +293,13 @@ function start() {
   histograms();
   attempts();
   table();
-  byId("which").append(element("option", { value: "" }, "whole run"), ...ITERATIONS.map((n) => element("option", { value: n }, `iteration ${n}`)));
-  byId("which").addEventListener("change", (event) => show({ iteration: event.target.value === "" ? null : Number(event.target.value), group: null }));
+  byId("which").append(
+    element("option", { value: "" }, "whole run"),
+    ...ITERATIONS.map((n) => element("option", { value: n }, `iteration ${n}`)),
+  );
+  byId("which").addEventListener("change", (event) =>
+    show({ iteration: event.target.value === "" ? null : Number(event.target.value), group: null }),
+  );
   byId("colour").addEventListener("change", (event) => show({ colouring: event.target.value }));
   byId("earlier").addEventListener("click", () => neighbour(-1));
   byId("later").addEventListener("click", () => neighbour(1));
@@ -272,7 +308,6 @@ function start() {
   byId("keys").addEventListener("click", () => byId("help").showModal());
   byId("close").addEventListener("click", () => byId("help").close());
   addEventListener("keydown", keys);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   listeners.push(onShow);
   const carried = RUNS[0].details.filter((d) => d.kept && ITERATIONS.includes(d.iteration)).map((d) => d.iteration);
   show({ iteration: carried.length ? carried[carried.length - 1] : null });

@@ -10,7 +10,11 @@ class Timeline {
     this.index = index;
     this.box = element("div", { class: "timeline" });
     if (TWO) this.box.append(element("h3", { class: index ? "run-b" : "run-a" }, run.name));
-    this.canvas = element("canvas", { tabindex: "0", role: "img", "aria-label": `timeline of ${run.name}: arrows move it, plus and minus zoom` });
+    this.canvas = element("canvas", {
+      tabindex: "0",
+      role: "img",
+      "aria-label": `timeline of ${run.name}: arrows move it, plus and minus zoom`,
+    });
     this.box.append(this.canvas);
     into.append(this.box);
     const last = run.attempts[run.attempts.length - 1];
@@ -26,7 +30,8 @@ class Timeline {
   layout() {
     const { details, attempts } = this.run;
     const slots = new Map();
-    let rewards = 0, replicas = 1;
+    let rewards = 0,
+      replicas = 1;
     for (const detail of details) {
       for (const turn of detail.turns) slots.set(turn[2], Math.max(slots.get(turn[2]) || 0, turn[3] + 1));
       for (const reward of detail.rewards) rewards = Math.max(rewards, reward[2] + 1);
@@ -43,10 +48,12 @@ class Timeline {
       y += height + GAP;
     };
     add("iterations", "iteration", 17);
-    for (const engine of engines) add("engine", `engine ${engine}`, Math.max(10, this.lane * slots.get(engine)), { engine, slots: slots.get(engine) });
+    for (const engine of engines)
+      add("engine", `engine ${engine}`, Math.max(10, this.lane * slots.get(engine)), { engine, slots: slots.get(engine) });
     if (rewards) add("rewards", "rewards", Math.max(8, this.rewardLane * rewards));
     add("groups", "groups complete", 11);
-    for (let replica = 0; replica < replicas; replica++) add("replica", replicas > 1 ? `replica ${replica}` : "trainer", 17, { replica });
+    for (let replica = 0; replica < replicas; replica++)
+      add("replica", replicas > 1 ? `replica ${replica}` : "trainer", 17, { replica });
     add("steps", "optimizer step", 12);
     add("between", "publish, save", 12);
     if (attempts.some((a) => a.marks.length || a.outages.length)) add("marks", "events", 12);
@@ -93,7 +100,11 @@ class Timeline {
 
   visible(detail) {
     const ends = detail.turns.length ? detail.turns[detail.turns.length - 1][7] : detail.start;
-    return detail.start !== null && detail.start <= this.view.to && Math.max(detail.train_end || 0, detail.rollout_end || 0, ends) >= this.view.from;
+    return (
+      detail.start !== null &&
+      detail.start <= this.view.to &&
+      Math.max(detail.train_end || 0, detail.rollout_end || 0, ends) >= this.view.from
+    );
   }
 
   drawGrid() {
@@ -130,16 +141,40 @@ class Timeline {
     const band = this.row("iterations");
     const bottom = this.height - 22;
     for (const attempt of this.run.attempts) {
-      if (attempt.gap_s > 0) this.hatch(attempt.start_s - attempt.gap_s, attempt.start_s, band.y, bottom, colour("lost"), `gap ${seconds(attempt.gap_s)}`);
+      if (attempt.gap_s > 0)
+        this.hatch(
+          attempt.start_s - attempt.gap_s,
+          attempt.start_s,
+          band.y,
+          bottom,
+          colour("lost"),
+          `gap ${seconds(attempt.gap_s)}`,
+        );
       const begin = attempt.ready === null ? attempt.start_s + attempt.seconds : attempt.ready;
-      this.block(attempt.start_s, begin, band.y, band.height, PARTS.starting, attempt.attempt > 1 ? `attempt ${attempt.attempt} starts` : "starting");
+      this.block(
+        attempt.start_s,
+        begin,
+        band.y,
+        band.height,
+        PARTS.starting,
+        attempt.attempt > 1 ? `attempt ${attempt.attempt} starts` : "starting",
+      );
       if (attempt.warm_up) this.block(...attempt.warm_up, band.y, band.height, PARTS["warming up"], "warming up");
-      for (const [from, to, n] of attempt.evaluations) if (from !== null && to !== null) this.block(from, to, band.y, band.height, PARTS.evaluating, `evaluation ${n}`);
+      for (const [from, to, n] of attempt.evaluations)
+        if (from !== null && to !== null) this.block(from, to, band.y, band.height, PARTS.evaluating, `evaluation ${n}`);
       for (const [n, from, rollout, train, kept] of attempt.iterations) {
         if (from === null) continue;
         const to = Math.max(rollout || from, train || from);
         const chosen = n === shown.iteration && kept;
-        this.block(from, to, band.y, band.height, kept ? colour(chosen ? "mark" : "fifo") : colour("dropped"), kept ? String(n) : `${n} again later`, kept ? 1 : 0.6);
+        this.block(
+          from,
+          to,
+          band.y,
+          band.height,
+          kept ? colour(chosen ? "mark" : "fifo") : colour("dropped"),
+          kept ? String(n) : `${n} again later`,
+          kept ? 1 : 0.6,
+        );
       }
       c.fillStyle = colour("line");
       c.fillRect(this.x(attempt.start_s), band.y - 3, 1, bottom - band.y);
@@ -158,14 +193,16 @@ class Timeline {
     if (text && width > c.measureText(text).width + 6) {
       c.fillStyle = "#fff";
       c.textAlign = "center";
-      const left = Math.max(x, GUTTER), right = Math.min(x + width, this.width);
+      const left = Math.max(x, GUTTER),
+        right = Math.min(x + width, this.width);
       if (right - left > c.measureText(text).width + 4) c.fillText(text, (left + right) / 2, y + height / 2 + 0.5);
     }
   }
 
   hatch(from, to, top, bottom, stroke, text) {
     const c = this.c;
-    const left = Math.max(this.x(from), GUTTER), right = Math.min(this.x(to), this.width);
+    const left = Math.max(this.x(from), GUTTER),
+      right = Math.min(this.x(to), this.width);
     if (right <= left) return;
     c.save();
     c.beginPath();
@@ -174,7 +211,7 @@ class Timeline {
     c.globalAlpha = 0.35;
     c.strokeStyle = stroke;
     c.beginPath();
-    for (let x = left - (bottom - top); x < right; x += 9) c.moveTo(x, bottom), c.lineTo(x + (bottom - top), top);
+    for (let x = left - (bottom - top); x < right; x += 9) (c.moveTo(x, bottom), c.lineTo(x + (bottom - top), top));
     c.stroke();
     c.globalAlpha = 1;
     c.fillStyle = colour("ink");
@@ -194,15 +231,32 @@ class Timeline {
       const row = rows.get(turn[2]);
       const from = missing(turn[5]) ? turn[4] : turn[5];
       const y = row.y + turn[3] * this.lane;
-      if (!missing(turn[6]) && turn[6] > from) this.block(from, turn[6], y, this.lane - edge, colour("deferred"), "", alpha(turn[0]));
-      this.block(missing(turn[6]) ? from : turn[6], turn[7], y, this.lane - edge, turn[9] === "lost" ? colour("lost") : paint.turn(turn), "", alpha(turn[0]));
+      if (!missing(turn[6]) && turn[6] > from)
+        this.block(from, turn[6], y, this.lane - edge, colour("deferred"), "", alpha(turn[0]));
+      this.block(
+        missing(turn[6]) ? from : turn[6],
+        turn[7],
+        y,
+        this.lane - edge,
+        turn[9] === "lost" ? colour("lost") : paint.turn(turn),
+        "",
+        alpha(turn[0]),
+      );
     }
     const scoring = this.row("rewards");
     for (const r of detail.rewards) {
       const y = scoring.y + r[2] * this.rewardLane;
       const asked = missing(r[3]) ? r[4] : r[3];
       if (r[4] > asked) this.block(asked, r[4], y, Math.max(0.8, this.rewardLane - 0.4), colour("deferred"), "", alpha(r[0]));
-      this.block(Math.max(r[4], asked), r[5], y, Math.max(0.8, this.rewardLane - 0.4), r[7] ? colour("lost") : colour("reward"), "", alpha(r[0]));
+      this.block(
+        Math.max(r[4], asked),
+        r[5],
+        y,
+        Math.max(0.8, this.rewardLane - 0.4),
+        r[7] ? colour("lost") : colour("reward"),
+        "",
+        alpha(r[0]),
+      );
     }
     const complete = this.row("groups");
     for (const g of detail.groups) {
@@ -212,7 +266,7 @@ class Timeline {
       c.fillStyle = g[8] ? colour("dropped") : paint.ofGroup(g[0]);
       const x = this.x(at);
       c.beginPath();
-      c.moveTo(x - 4, complete.y), c.lineTo(x + 4, complete.y), c.lineTo(x, complete.y + complete.height);
+      (c.moveTo(x - 4, complete.y), c.lineTo(x + 4, complete.y), c.lineTo(x, complete.y + complete.height));
       c.fill();
       c.globalAlpha = 1;
     }
@@ -223,12 +277,16 @@ class Timeline {
       this.block(m[1], m[2], replicas[m[0]].y, replicas[m[0]].height, fill, "", base * (lit ? 1 : 0.13));
     }
     const steps = this.row("steps");
-    for (const s of detail.steps) this.block(s[2], s[3], steps.y, steps.height, s[4] ? colour("lost") : colour("stepbar"), "", base);
-    for (const [t, dash] of [[detail.rollout_end, []], [detail.train_end, [2, 3]]]) {
+    for (const s of detail.steps)
+      this.block(s[2], s[3], steps.y, steps.height, s[4] ? colour("lost") : colour("stepbar"), "", base);
+    for (const [t, dash] of [
+      [detail.rollout_end, []],
+      [detail.train_end, [2, 3]],
+    ]) {
       if (missing(t)) continue;
       c.setLineDash(dash);
       c.strokeStyle = colour("soft");
-      c.beginPath(), c.moveTo(this.x(t), this.row("iterations").y), c.lineTo(this.x(t), this.height - 22), c.stroke();
+      (c.beginPath(), c.moveTo(this.x(t), this.row("iterations").y), c.lineTo(this.x(t), this.height - 22), c.stroke());
       c.setLineDash([]);
     }
   }
@@ -265,7 +323,12 @@ class Timeline {
       }
     c.strokeStyle = colour("mark");
     c.lineWidth = 1.5;
-    c.strokeRect(x(Math.max(0, this.view.from)), 1, Math.max(3, x(Math.min(this.end, this.view.to)) - x(Math.max(0, this.view.from))), MAP - 2);
+    c.strokeRect(
+      x(Math.max(0, this.view.from)),
+      1,
+      Math.max(3, x(Math.min(this.end, this.view.to)) - x(Math.max(0, this.view.from))),
+      MAP - 2,
+    );
     c.lineWidth = 1;
   }
 
@@ -316,63 +379,6 @@ class Timeline {
     this.move(this.view.from + by, this.view.to + by);
   }
 
-  // What is under the pointer: {text, group} or null.
-  under(x, y) {
-    const row = this.rows.find((r) => y >= r.y - GAP / 2 && y < r.y + r.height + GAP / 2);
-    if (!row || x < GUTTER) return null;
-    const t = this.t(x);
-    const near = ((this.view.to - this.view.from) / (this.width - GUTTER)) * 3;
-    const inside = (from, to) => t >= from - near && t <= to + near;
-    for (const attempt of this.run.attempts) {
-      if (row.kind === "iterations") {
-        const hit = attempt.iterations.find((i) => i[1] !== null && inside(i[1], Math.max(i[2] || i[1], i[3] || i[1])));
-        if (hit) return { text: `iteration ${hit[0]}${hit[4] ? "" : " (done again later, or not complete)"}\n${this.run.sentences[hit[0]] || ""}`, group: null, iteration: hit[0] };
-      } else if (row.kind === "between") {
-        const publish = attempt.publishes.find((p) => inside(p[0], p[1]));
-        if (publish) return { text: `weights of version ${publish[2]} published in ${seconds(publish[1] - publish[0])}`, group: null };
-        const save = attempt.checkpoints.find((s) => inside(s[0], s[1]));
-        if (save) return { text: `checkpoint after ${save[2]} iterations, ${seconds(save[1] - save[0])}`, group: null };
-      } else if (row.kind === "marks") {
-        const lost = attempt.outages.find((o) => inside(o[1], o[2] === null ? attempt.start_s + attempt.seconds : o[2]));
-        if (lost) return { text: `engine ${lost[0]} lost: ${lost[3]}\n${lost[4]} trajectories went on elsewhere with ${whole(lost[5])} tokens\n${lost[2] === null ? "not started again" : `back after ${seconds(lost[2] - lost[1])}`}`, group: null };
-        const mark = attempt.marks.find((m) => inside(m[0], m[0]));
-        if (mark) return { text: `${mark[2]} (rank ${mark[1]})\n${mark[3]}`, group: null };
-      }
-    }
-    for (const detail of this.run.details) {
-      if (!this.visible(detail)) continue;
-      const hit = this.hit(detail, row, t, y, inside);
-      if (hit) return hit;
-    }
-    return null;
-  }
-
-  hit(detail, row, t, y, inside) {
-    if (row.kind === "engine") {
-      const slot = Math.floor((y - row.y) / this.lane);
-      const turn = detail.turns.find((u) => u[2] === row.engine && u[3] === slot && inside(missing(u[5]) ? u[4] : u[5], u[7]));
-      return turn ? { text: turnText(turn, detail), group: turn[0] } : null;
-    }
-    if (row.kind === "rewards") {
-      const lane = Math.floor((y - row.y) / this.rewardLane);
-      const r = detail.rewards.find((one) => one[2] === lane && inside(missing(one[3]) ? one[4] : one[3], one[5]));
-      return r ? { text: `reward of trajectory ${r[0]}.${r[1]}: ${short(r[6])}\n${seconds(r[5] - r[4])}, after ${seconds(Math.max(0, r[4] - r[3]))} in the queue${r[7] ? `\n${r[7]}` : ""}`, group: r[0] } : null;
-    }
-    if (row.kind === "groups") {
-      const g = detail.groups.find((one) => !missing(one[3]) && inside(missing(one[4]) ? one[3] : one[4], missing(one[4]) ? one[3] : one[4]));
-      return g ? { text: groupText(g, detail), group: g[0] } : null;
-    }
-    if (row.kind === "replica") {
-      const m = detail.micro_batches.find((one) => one[0] === row.replica && inside(one[1], one[2]));
-      return m ? { text: `micro-batch of step ${m[3]} in iteration ${detail.iteration}\ngroups ${m[5].join(", ")}\n${whole(m[4])} tokens in ${seconds(m[2] - m[1])} (${whole(m[4] / (m[2] - m[1]))} tokens/s)`, group: m[5][0] } : null;
-    }
-    if (row.kind === "steps") {
-      const s = detail.steps.find((one) => inside(one[2], one[3]));
-      return s ? { text: `step ${s[1]} (${s[0]} of iteration ${detail.iteration})${s[4] ? ", skipped: not finite" : ""}\n${seconds(s[3] - s[2])}, loss ${short(s[5])}\ngroups ${s[6].join(", ")}`, group: null } : null;
-    }
-    return null;
-  }
-
   listen() {
     const canvas = this.canvas;
     const at = (event) => {
@@ -388,7 +394,7 @@ class Timeline {
     canvas.addEventListener("pointermove", (event) => {
       const [x, y] = at(event);
       if (!drag) {
-        const hit = this.under(x, y);
+        const hit = under(this, x, y);
         canvas.style.cursor = hit ? "pointer" : "grab";
         return tip(event, hit && hit.text);
       }
@@ -410,42 +416,23 @@ class Timeline {
         this.move(centre - half, centre + half);
         return;
       }
-      const hit = this.under(x, y);
+      const hit = under(this, x, y);
       if (hit && !missing(hit.iteration)) show({ iteration: hit.iteration, group: null });
       else show({ group: hit ? hit.group : null, run: this.index });
     });
     canvas.addEventListener("pointerleave", () => tip(null, ""));
     canvas.addEventListener("dblclick", (event) => this.zoom(0.4, this.t(at(event)[0])));
-    canvas.addEventListener("wheel", (event) => {
-      if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / (this.width - GUTTER));
-      else if (event.ctrlKey || event.metaKey || document.activeElement === canvas) this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.t(at(event)[0]));
-      else return;
-      event.preventDefault();
-    }, { passive: false });
+    canvas.addEventListener(
+      "wheel",
+      (event) => {
+        if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / (this.width - GUTTER));
+        else if (event.ctrlKey || event.metaKey || document.activeElement === canvas)
+          this.zoom(event.deltaY > 0 ? 1.25 : 0.8, this.t(at(event)[0]));
+        else return;
+        event.preventDefault();
+      },
+      { passive: false },
+    );
   }
 }
 Timeline.all = [];
-
-function turnText(turn, detail) {
-  const [group, sample, engine, slot, sent, started, first, end, tokens, finish, reward] = turn;
-  const took = end - (missing(first) ? started : first);
-  return [
-    `trajectory ${group}.${sample} on engine ${engine}, slot ${slot} (iteration ${detail.iteration})`,
-    `${whole(tokens)} tokens in ${seconds(took)}${tokens > 1 ? ` (${short((took / tokens) * 1000)} ms each)` : ""}, ${finish}`,
-    missing(first) ? "" : `first token ${seconds(first - sent)} after it was sent`,
-    missing(reward) ? "" : `reward ${short(reward)}`,
-  ].filter(Boolean).join("\n");
-}
-
-function groupText(g, detail) {
-  const [group, admitted, generated, complete, arrived, dispatched, trained, step, dropped, restored] = g;
-  const since = (t) => (missing(t) ? "–" : `${seconds(t - detail.start)}`);
-  const rewards = detail.turns.filter((turn) => turn[0] === group && !missing(turn[10])).map((turn) => turn[10]);
-  const mean = rewards.length ? `, mean reward ${short(rewards.reduce((a, b) => a + b, 0) / rewards.length)}` : "";
-  return [
-    `group ${group}: ${dropped ? `dropped (${dropped})` : missing(step) ? "not trained" : `step ${step} of iteration ${detail.iteration}`}${mean}`,
-    restored ? "taken over from an interrupted attempt" : `admitted after ${since(admitted)}, generated by ${since(generated)}`,
-    `complete at ${since(complete)}, at the trainer ${since(arrived)}`,
-    missing(dispatched) ? "" : `waited ${seconds(dispatched - arrived)} for its first micro-batch, trained by ${since(trained)}`,
-  ].filter(Boolean).join("\n");
-}
