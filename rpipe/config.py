@@ -43,6 +43,7 @@ class Cluster(Section):
     share_device: bool = False  # every rank uses its node's first device: to try all of it on one GPU
     interface: str | None = None  # of sockets, gloo, NCCL, HCCL: eth0, or 10.1.0.0/16 where names differ; default: found
     threads_per_rank: Count = 1
+    bind: Literal["none", "numa"] = "none"  # numa: a rank and its engine keep to the cores beside their devices
     device_memory_bytes: Count | None = None  # to plan for; default: the device's, on cpu the host's for all ranks
 
 

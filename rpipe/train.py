@@ -29,7 +29,7 @@ from pathlib import Path
 from rpipe import config as configuration
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
-from rpipe.runtime import allocation, network
+from rpipe.runtime import allocation, binding, network
 from rpipe.runtime import device as devices
 from rpipe.runtime import world as worlds
 from rpipe.runtime.mailbox import Mailbox
@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         rank = world.rank
         network.settle(network.choose(config.cluster.interface, world.host, world.hosts))
         allocation.check(run_dir.seats, world.hosts)
+        if config.cluster.bind == "numa":
+            binding.bind(rank, world.hosts, config.engine.tp if world.role == "rollout" else 1)
         return run(config, world, run_dir)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         fail(run_dir, rank, error)

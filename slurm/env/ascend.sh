@@ -6,6 +6,5 @@ export HCCL_EXEC_TIMEOUT=${HCCL_EXEC_TIMEOUT:-600}        # s, a collective; lik
 export HCCL_WHITELIST_DISABLE=1                           # no list of hosts is kept
 export CUDA_DEVICE_MAX_CONNECTIONS=1                      # MindSpeed reads Megatron's
 export TASK_QUEUE_ENABLE=${TASK_QUEUE_ENABLE:-1}
-export CPU_AFFINITY_CONF=${CPU_AFFINITY_CONF:-1}          # torch_npu: a rank's threads near its NPU
 # export HCCL_SOCKET_IFNAME=enp189s0f0                    # else what the job finds
 ulimit -n "$(ulimit -Hn)" 2>/dev/null
