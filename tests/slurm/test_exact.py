@@ -80,3 +80,12 @@ def _minutes(cluster: Cluster, job: int) -> int:
     """Whole minutes that the job has run since its last start."""
     hours, minutes, _ = cluster.job(job)["RunTime"].split(":")
     return int(hours) * 60 + int(minutes)
+
+
+def test_a_job_that_does_not_fit_ends_at_once_with_its_own_exit_code(cluster: Cluster, tmp_path: Path) -> None:
+    one_each = {**tree(tmp_path), "cluster": {"rollout_ranks": 1, "training_ranks": 2, "devices_per_node": 1}}
+    job = Submitted(cluster, tmp_path, one_each, "-N2")
+    assert cluster.wait(job.number, 90) == "FAILED"
+    assert cluster.job(job.number)["ExitCode"] == "2:0"
+    assert "do not fit on 2 nodes of 1 devices; wanted: sbatch --nodes=3" in job.output
+    assert not job.run_dir.exists()
