@@ -7,3 +7,5 @@ test:  ## everything, as CI does
 .PHONY: bench-pipeline bench-overheads
 bench-pipeline:  ## serial, CGP, hard and soft frontier against the bound: about an hour on a quiet two-core machine
 	.venv/bin/python -m tests.bench.pipeline
+bench-overheads:  ## what coordinators, log, channel and publishing cost beside the work
+	.venv/bin/python -m tests.bench.overheads

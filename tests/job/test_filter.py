@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.bench.overheads import told
 from tests.job.jobs import config, events, report, train
 
 
@@ -35,6 +36,7 @@ def test_a_filter_function_drops_groups_and_others_are_drawn_in_their_place(tmp_
         kept = sorted(group for group, keep in answers.items() if keep and group // 30 == iteration)
         assert sorted(sent) == kept[:8], "the first eight kept, as submitted"
     assert events(tmp_path / "run", 0, "EngineReady")[0]["kv_tokens"] > 0
+    assert "bytes" in told(tmp_path / "run")  # the committed benchmark reads any run
 
 
 def test_an_iteration_of_which_nothing_is_kept_goes_on_with_one_line(tmp_path):
