@@ -46,6 +46,7 @@ class TimedJob:
     ends_at_s: float = float("inf")  # killed then
     loses: tuple[tuple[float, int], ...] = ()  # (when, which engine)
     restart_s: float = 1.0
+    slow_turns: dict[TrajectoryId, float] = field(default_factory=dict)  # that take so many times their time
     kept: dict[int, tuple[int, ...]] = field(default_factory=dict)  # groups an earlier attempt finished -> their tokens
     unix_s: float | None = None  # wall clock at t = 0
 
@@ -189,11 +190,11 @@ class TimedJob:
     def _turn(self, c: e.SendTurn) -> None:
         t, tokens = self._now, self.tokens(c.trajectory)
         first = t + self.first_token_s
-        made = tokens - c.prefix_tokens
+        took = (tokens - c.prefix_tokens) * self.token_s(c.engine) * self.slow_turns.get(c.trajectory, 1.0)
         self._to_rollout(e.TurnStarted(t=first, trajectory=c.trajectory, engine=c.engine))
         self._to_rollout(
             e.TurnFinished(
-                t=first + made * self.token_s(c.engine), trajectory=c.trajectory, engine=c.engine, output_tokens=tokens,
+                t=first + took, trajectory=c.trajectory, engine=c.engine, output_tokens=tokens,
                 cached_tokens=0, finish="stop", started_t=t, first_token_t=first, version=c.version,
             )
         )  # fmt: skip

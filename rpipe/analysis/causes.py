@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from rpipe.analysis.spans import Detail
 
 STRAGGLER_RATIO = 2.0  # generation time against the iteration's median
+LONGER_RATIO = 1.5  # a straggler's tokens against the median, too
 SLOW_ENGINE_RATIO = 1.5  # seconds a token against the other engines' median
+SLOW_DECODING_RATIO = 1.5  # a trajectory's seconds a token against the iteration's median
 QUEUE_SHARE = 0.25  # of a generation: above, the engines are full and a wider frontier would not help
 TOLD_POINTS = 0.05  # of an iteration: below, a cause is not worth a sentence
 BUSY_WAIT = 0.15  # below this waiting ratio the trainer is the bottleneck
@@ -19,6 +21,7 @@ MIN_TURNS = 3  # of an engine, before its pace means something
 CAUSES: dict[str, str] = {
     "straggler": "a straggler trajectory",
     "slow engine": "a slow engine",
+    "slow decoding": "slow decoding",
     "slow reward": "rewards",
     "slow filter": "the filter function",
     "narrow frontier": "a frontier too narrow",
@@ -40,6 +43,7 @@ class Usual:
 
     generating_s: float
     tokens: float
+    token_s: float  # seconds a token, median over trajectories on engines that are not slow
     pace_s: dict[int, float]  # engine -> seconds a token, median
     slow: dict[int, float] = field(default_factory=dict)  # engine -> how many times the others' pace
 
@@ -54,12 +58,15 @@ class Usual:
         usual = cls(
             generating_s=median([t.generating_s for t in trajectories]),
             tokens=median([t.tokens for t in trajectories]),
+            token_s=0.0,
             pace_s={engine: median(found) for engine, found in sorted(paces.items()) if len(found) >= MIN_TURNS},
         )
         for engine, pace in usual.pace_s.items():
             others = median([other for name, other in usual.pace_s.items() if name != engine])
             if others > 0 and pace / others >= SLOW_ENGINE_RATIO:
                 usual.slow[engine] = pace / others
+        ordinary = [t for t in trajectories if not any(turn.engine in usual.slow for turn in t.turns)]
+        usual.token_s = median([t.pace_s for t in ordinary if t.pace_s is not None])
         return usual
 
 
@@ -86,6 +93,11 @@ def describe(cause: str, at: Detail, usual: Usual, number: int | None, sample: i
         return (
             f"engine {engine} needs {usual.pace_s[engine] * 1000:.3g} ms a token, the others {others * 1000:.3g} ms"
             f" ({usual.slow[engine]:.1f}x): {points * 100:.0f} points for {name} alone"
+        )
+    if cause == "slow decoding" and trajectory.pace_s is not None:
+        return (
+            f"trajectory {trajectory.name} needed {trajectory.pace_s * 1000:.3g} ms a token, the median is"
+            f" {usual.token_s * 1000:.3g} ms ({trajectory.pace_s / usual.token_s:.1f}x): its engine was crowded, or paused it"
         )
     if cause == "slow reward" and trajectory.scored_t is not None and trajectory.generated_t is not None:
         queue_s = max(0.0, (trajectory.score_started_t or trajectory.generated_t) - trajectory.generated_t)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from rpipe.analysis.causes import (
     BUSY_WAIT,
     CAUSES,
+    LONGER_RATIO,
     QUEUE_SHARE,
+    SLOW_DECODING_RATIO,
     SLOW_ENGINE_RATIO,
     STRAGGLER_RATIO,
     TOLD_POINTS,
@@ -126,14 +128,20 @@ def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
 
 
 def _excesses(usual: Usual, trajectory: Trajectory) -> list[tuple[str, float]]:
-    """Seconds of generation beyond the ordinary: first those of a slow engine, then those of a long answer."""
+    """Seconds of generation beyond the ordinary: first those of a slow engine, then of slow decoding, then of a long answer."""
     excesses: list[tuple[str, float]] = []
     took = trajectory.generating_s
     slow = max((usual.slow.get(turn.engine, 1.0) for turn in trajectory.turns), default=1.0)
     if slow > 1:
         excesses.append(("slow engine", took * (1 - 1 / slow)))
         took /= slow
-    if usual.generating_s > 0 and took >= STRAGGLER_RATIO * usual.generating_s:
+    pace = trajectory.pace_s
+    ratio = pace / slow / usual.token_s if pace is not None and usual.token_s > 0 else 1.0
+    if ratio >= SLOW_DECODING_RATIO:
+        excesses.append(("slow decoding", took * (1 - 1 / ratio)))
+        took /= ratio
+    longer = trajectory.tokens >= LONGER_RATIO * usual.tokens
+    if longer and usual.generating_s > 0 and took >= STRAGGLER_RATIO * usual.generating_s:
         excesses.append(("straggler", took - usual.generating_s))
     return excesses
 

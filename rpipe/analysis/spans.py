@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MIN_PACE_TOKENS = 4
+
 
 @dataclass(slots=True)
 class Turn:
@@ -47,6 +49,13 @@ class Trajectory:
         """From first tokens to last, over all turns; queues and environments are outside."""
         whole = ((turn.ended_t, turn.first_token_t) for turn in self.turns if turn.finish != "lost")
         return sum(end - first for end, first in whole if end is not None and first is not None)
+
+    @property
+    def pace_s(self) -> float | None:
+        """Seconds a token after the first; None where there are too few to say."""
+        turns = [turn for turn in self.turns if turn.first_token_t is not None and turn.ended_t is not None]
+        made = sum(turn.output_tokens - 1 for turn in turns)
+        return self.generating_s / made if made >= MIN_PACE_TOKENS else None
 
     @property
     def queued_s(self) -> float:

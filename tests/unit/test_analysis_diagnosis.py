@@ -12,6 +12,7 @@ from rpipe.analysis.diagnosis import Diagnosis, diagnose
 from rpipe.analysis.run import read
 from rpipe.analysis.summary import report
 from rpipe.analysis.totals import Totals
+from rpipe.core.types import TrajectoryId
 from rpipe.policy.admission import Fifo, Frontier
 from tests.timed_job import TimedJob
 
@@ -47,6 +48,14 @@ def test_a_straggler_is_named_with_its_group_its_ratio_and_its_points(tmp_path: 
     points = round(second.findings[0].points * 100)
     assert points > 50 and f"; {points} points of it for group 12" in second.sentence
     assert not any(finding.cause == "straggler" for finding in found[0].findings)
+
+
+def test_one_trajectory_decoded_slowly_is_not_called_a_straggler(tmp_path: Path):
+    found = diagnosed(tmp_path, **EVEN, tokens=lambda t: 100, slow_turns={TrajectoryId(12, 3): 8.0})
+    top = found[1].findings[0]
+    assert (top.cause, top.group, top.trajectory) == ("slow decoding", 12, 3)
+    assert "trajectory 12.3 needed 80.8 ms a token, the median is 10.1 ms (8.0x)" in found[1].sentence
+    assert not any(finding.cause == "straggler" for told in found for finding in told.findings)
 
 
 def test_a_slow_engine_is_named_with_its_pace(tmp_path: Path):

@@ -15,6 +15,7 @@ const PARTS = {
 const CAUSE_COLOURS = {
   straggler: "#d55e00",
   "slow engine": "#c62828",
+  "slow decoding": "#e06c75",
   "slow reward": "#c9971a",
   "narrow frontier": "#cc79a7",
   "full engines": "#882255",
