@@ -86,10 +86,10 @@ class Judge:
         return max(estimated_s(config, plan.trainer, costs, arrivals) + publish_s(config), self.bounds.iteration_s(plan))
 
     def arrivals(self, engines: Engines, width: int | None) -> list[tuple[float, int, list[int]]]:
-        """(t since the request, submission order, lengths) of every group. Where engines and steps divide, a part of the
+        """(t since the request, submission order, lengths) of every group. Where engines, steps and F_w divide, a part of the
         engines with as large a part of the groups is simulated: each of these stands for some that are about as long."""
         if (engines, width) not in self._arrivals:
-            parts = self._parts(engines)
+            parts = self.parts(engines, width)
             source = self.source if parts == 1 else _Sample(self.work, parts)
             job = SimulatedJob(self._rollout_alone(engines, width, parts), _Nothing(), seen := _Arrivals(), source)
             job.rollout.log = seen
@@ -103,18 +103,18 @@ class Judge:
             ]
         return self._arrivals[engines, width]
 
-    def _parts(self, engines: Engines) -> int:
+    def parts(self, engines: Engines, width: int | None) -> int:
         """Into how many equal parts the rollout is cut, of which one is simulated."""
         c = self.config
         if c.rollout.filter != "none":
             return 1
         most = min(c.rollout.groups_per_iteration * c.rollout.trajectories_per_group // SMALL, engines.count // 2)
-        whole = math.gcd(engines.count, c.groups_per_step)
+        whole = math.gcd(engines.count, c.groups_per_step, width or 0)
         return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= max(most, 1))
 
     def _rollout_alone(self, engines: Engines, width: int | None, parts: int) -> Config:
         part = Engines(engines.ranks // parts, engines.tp)
-        config = self.space.of(Plan(part, ALONE, None if width is None else -(-width // parts)))
+        config = self.space.of(Plan(part, ALONE, None if width is None else width // parts))
         hardware, c = hardware_of(config), config
         budget = c.admission.budget_tokens
         sections = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 from rpipe import config as configs
 from rpipe.config import ConfigError
 from rpipe.plan import main
+from rpipe.sim.judge import Judge
 from rpipe.sim.layouts import Engines, keys_of, space_of
 from rpipe.sim.memory import engine_memory, trainer_memory
 from rpipe.sim.planner import exhaustive, plan
@@ -72,6 +74,29 @@ def test_a_plan_is_within_five_percent_of_the_best_and_no_plan_beats_its_bound(o
     assert found.bound_s <= best_s
     for candidate, figures in everything:
         assert judge.bounds.iteration_s(candidate) <= figures.iteration_s * (1 + 1e-9), candidate
+
+
+@pytest.mark.timeout(240)
+def test_sixteen_accelerators_that_train_slowly_are_planned_within_five_percent_from_good_estimates():
+    config = small(*SETTINGS["trainer-bound"])
+    judge, everything = exhaustive(config, 16, iterations=1)
+    assert plan(config, 16, iterations=1).best[0][1].iteration_s <= 1.05 * everything[0][1].iteration_s
+    errors = [abs(judge.estimate_s(candidate) / figures.iteration_s - 1) for candidate, figures in everything]
+    assert len(everything) > 500 and statistics.median(errors) < 0.02 and max(errors) < 0.3
+
+
+def test_a_part_of_a_large_rollout_takes_about_as_long_as_the_whole(monkeypatch):
+    large = ["rollout.groups_per_iteration=128", "rollout.trajectories_per_group=8", "training.trajectories_per_step=128"]
+    parted = Judge(small(*large, "engine.max_running=16"), 16, 1)
+    choices = [(Engines(8, 1), 8), (Engines(12, 1), 64), (Engines(8, 2), 128)]
+    assert [parted.parts(*choice) for choice in choices] == [4, 4, 2]
+    monkeypatch.setattr("rpipe.sim.judge.SMALL", 10**9)
+    whole = Judge(small(*large, "engine.max_running=16"), 16, 1)
+    for choice in choices:
+        found, wanted = parted.arrivals(*choice), whole.arrivals(*choice)
+        assert sorted(order for _, order, _ in found) == sorted(order for _, order, _ in wanted) == list(range(128))
+        for quantile in (63, 127):
+            assert sorted(found)[quantile][0] == pytest.approx(sorted(wanted)[quantile][0], rel=0.15)
 
 
 def test_every_plan_is_shown_or_counted_and_most_are_not_simulated():
