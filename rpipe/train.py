@@ -32,6 +32,7 @@ from rpipe.core.eventlog import EventLog
 from rpipe.runtime import allocation, binding, network
 from rpipe.runtime import device as devices
 from rpipe.runtime import world as worlds
+from rpipe.runtime.hangs import HangDump
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.stop import STOPPED, listen
@@ -48,11 +49,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     stop = listen()
     run_dir = RunDir(arguments.run_dir.resolve(), arguments.attempt)
-    rank = -1
+    rank, dump = -1, None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to tell
     try:
         config = configuration.load(run_dir.config)
         world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s, stop)
-        rank = world.rank
+        rank, dump = world.rank, HangDump(run_dir, world)
         network.settle(network.choose(config.cluster.interface, world.host, world.hosts))
         allocation.check(run_dir.seats, world.hosts)
         if config.cluster.bind == "numa":
@@ -60,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return run(config, world, run_dir)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         fail(run_dir, rank, error)
+        if dump is not None:
+            dump.ask(error)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(ABORT_S)  # where the starter is cut off, too, to abort would wait for it
         raise  # mpi4py's runner aborts the whole job

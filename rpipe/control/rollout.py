@@ -250,7 +250,10 @@ class RolloutCoordinator:
         self._meter.requested(event.t, self._selection.wanted)
         self.groups, self._order, self._ending = {}, [], False
         self._take_in(event.groups)
-        restored = [c for spec in event.groups if spec.rewards for c in self._restore(self.groups[spec.group], spec)]
+        return self._begin(event.groups)
+
+    def _begin(self, specs: tuple[GroupSpec, ...]) -> list[RolloutCommand]:
+        restored = [c for spec in specs if spec.rewards for c in self._restore(self.groups[spec.group], spec)]
         return [*restored, *self._admit(), *(self._end_if_complete() if restored else [])]
 
     def _take_in(self, specs: tuple[GroupSpec, ...]) -> list[GroupRecord]:
@@ -268,7 +271,7 @@ class RolloutCoordinator:
     def _drawn(self, event: GroupsDrawn) -> list[RolloutCommand]:
         assert event.iteration == self.iteration, f"groups of iteration {event.iteration} in {self.iteration}"
         new = self._take_in(event.groups)
-        return [*self._give_up(new), *self._end()] if self._ending else self._admit()
+        return [*self._give_up(new), *self._end()] if self._ending else self._begin(event.groups)
 
     def _restore(self, group: GroupRecord, spec: GroupSpec) -> list[RolloutCommand]:
         """An interrupted attempt had finished it, under these very weights: only what follows the rewards is done again."""
@@ -452,7 +455,8 @@ class RolloutCoordinator:
                     group.unfinished -= 1
             self._surplus += 1
             if group.state is GroupState.DEFERRED:
-                self._deferred.remove(group)
+                if group in self._deferred:  # else an interrupted attempt had finished it
+                    self._deferred.remove(group)
                 commands += self._drop_surplus(group)
             elif not group.unfinished and not group.awaited:
                 commands += self._drop_surplus(group)
@@ -508,7 +512,7 @@ class RolloutCoordinator:
         allowed = self.settings.engine_restarts
         if losses > allowed:
             self.done = True
-            again = f"; that was the {losses}th time in a row (engine.restarts = {allowed})" if allowed else ""
+            again = f"; lost {losses} times in a row (engine.restarts = {allowed})" if allowed else ""
             return [GiveUp(reason=event.reason + again)]
         commands: list[RolloutCommand] = [RestartEngine(engine=event.engine, version=self.version)]
         for trajectory in lost:

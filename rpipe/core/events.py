@@ -118,7 +118,7 @@ class GroupReceived(Event, frozen=True):
 
 
 class WeightsOffered(Event, frozen=True):
-    """The trainer will broadcast `version`; every engine must join."""
+    """The trainer will broadcast `version`; every engine that lives takes part."""
 
     version: Version
 

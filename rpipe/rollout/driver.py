@@ -5,6 +5,7 @@ performed by one method below. Payloads (tokens, log-probs) stay here, under the
 
     waits for               unblocked by                   bounded by
     engines to start        EngineUp of each               engine.start_deadline_s
+    a lost engine           EngineBack                     engine.start_deadline_s, engine.restarts times
     the trainer's weights   Offer, then WeightsLoaded      limits.message_s
     a turn                  TurnDone                       rollout.trajectory_deadline_s, engine.stall_deadline_s
     a reward                the reward pool                reward.deadline_s
@@ -37,12 +38,14 @@ from rpipe.core.events import (
     EngineReady,
     FilterGroup,
     FinishRun,
+    GiveUp,
     GroupFiltered,
     GroupReceived,
     GroupsDrawn,
     GroupSpec,
     RequestGroups,
     RequestRollout,
+    RestartEngine,
     RolloutCommand,
     RolloutEvent,
     RolloutRequested,
@@ -53,11 +56,13 @@ from rpipe.core.events import (
     StepTrained,
     StopRequested,
     TrajectoryScored,
+    TurnFinished,
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, Prompt, Trajectory, TrajectoryId, VersionSpan
-from rpipe.rollout.held import HeldGroup, RolloutData
+from rpipe.core.types import GroupId, Prompt, TrajectoryId
+from rpipe.rollout.held import HeldGroup, Part, RolloutData
+from rpipe.rollout.kept import KeptGroup, KeptGroups
 from rpipe.rollout.rewards import RewardPool
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
@@ -68,9 +73,12 @@ from rpipe.runtime.messages import (
     AnyMessage,
     CancelTurn,
     CloseEngine,
+    Condemn,
     Confirmed,
     Dropped,
     Ended,
+    EngineBack,
+    EngineDown,
     EngineFailed,
     EnginesUp,
     EngineUp,
@@ -79,12 +87,16 @@ from rpipe.runtime.messages import (
     LoadWeights,
     Message,
     Offer,
+    Partial,
+    Published,
     Ready,
     Received,
-    Rendezvous,
+    Restart,
+    Standing,
     StartTurn,
     StepReport,
     Stop,
+    Takers,
     TrainerState,
     TurnBegan,
     TurnDone,
@@ -114,11 +126,12 @@ class RolloutDriver:
         dump: TrajectoryDump,
         watch: Watch,
         rewards_log: Path,
+        kept: KeptGroups,
     ) -> None:
         self.config = config
         self.coordinator = RolloutCoordinator(rollout_settings(config))
         self._world, self._log, self._mailbox, self._channel = world, log, mailbox, channel
-        self._data, self._dump, self._watch = data, dump, watch
+        self._data, self._dump, self._watch, self._kept = data, dump, watch, kept
         self._owner: EngineOwner | None = None
         self._rewards = RewardPool(config.reward, config.run.seed, log_path=rewards_log)
         self._inbox: deque[RolloutEvent] = deque()
@@ -128,6 +141,10 @@ class RolloutDriver:
         self._weights_came = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._engines_up: set[int] = set()
+        self._lives = [0] * config.engines  # how often each was started again
+        self._published: Published | None = None  # the newest
+        self._finished_before: dict[GroupId, KeptGroup] = {}  # of the running rollout, by an interrupted attempt
+        self._undrawn: RequestRollout | None = None  # until the trainer has told which weights these are
         self._cursor = 0
         self._first_order = 0  # of the groups that the running rollout draws next
         self._failure: BaseException | None = None
@@ -140,6 +157,7 @@ class RolloutDriver:
         """Until FinishRun; returns its reason. Raises RolloutError, OffPolicy, TimeoutError."""
         self._owner = owner
         owner.reply = self.receive
+        self._world.waits = self._waits
         try:
             functions = dict(self._data.reward_functions)
             if self.config.filter_function:
@@ -149,6 +167,8 @@ class RolloutDriver:
             while not self.coordinator.done:
                 self._turn_crank()
                 await asyncio.sleep(0 if self._inbox else POLL_S)
+            if self._failure is not None:
+                raise self._failure
             if not self.reason:
                 self._watch.finish(self.coordinator, self._world.clock())
             return self.reason
@@ -160,6 +180,7 @@ class RolloutDriver:
             await self._owner.close()
             await self._rewards.close()
             self._dump.close()
+            self._kept.close()
             with contextlib.suppress(TimeoutError):  # a peer that is gone takes nothing; why it went is the error to show
                 self._mailbox.drain(self.config.limits.stop_s)
 
@@ -183,16 +204,35 @@ class RolloutDriver:
         self._last_t = max(event.t, self._last_t)
         event = msgspec.structs.replace(event, t=self._last_t)
         self._log.event(event)
-        for command in self.coordinator.on(event):
+        self._watch.saw(event.t, event)
+        commands = self.coordinator.on(event)
+        for command in commands:
             self._log.command(event.t, command)
             self._watch.saw(event.t, command)
             self._perform(command)
-        self._watch.saw(event.t, event)
+        if isinstance(event, WeightsOffered):
+            takers = [c.engine for c in commands if isinstance(c, UpdateEngine)]
+            self._to_trainer(Takers(event.version, tuple((engine, self._lives[engine]) for engine in takers)))
 
     def _waiting_for(self) -> str:
         if len(self._engines_up) < self.config.engines:
             return f"engines {sorted(set(range(self.config.engines)) - self._engines_up)} to start"
         return self.coordinator.waiting_for()
+
+    def _waits(self) -> list[str]:
+        """For a person who looks at a job that hangs."""
+        now_t, deadline_t = self._world.clock(), self.coordinator.next_deadline_t
+        flights = [self.coordinator.in_flight[engine] for engine in range(self.config.engines)]
+        return [
+            f"waits for {self._waiting_for()}",
+            f"iteration {self.coordinator.iteration}, version {self.coordinator.version}, {self.coordinator.purpose}",
+            f"groups: {self.coordinator.groups_deferred} deferred, {self.coordinator.groups_in_service} in service;"
+            f" held: {sorted(self._held)}",
+            f"channel: {sorted(self._waiting)} wait for the trainer, {sorted(self._sent)} are on their way",
+            f"engines {sorted(self.coordinator.engines.serving)} serve; trajectories on each: {flights}; lives: {self._lives}",
+            f"next deadline in {deadline_t - now_t:.1f} s" if deadline_t is not None else "no deadline is near",
+            *self._mailbox.states(),
+        ]
 
     def _begin(self, work: Any) -> None:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
@@ -211,8 +251,7 @@ class RolloutDriver:
         now = self._world.clock()
         match message:
             case TurnDone():
-                self._store(message)
-                self._inbox.append(message.event)
+                self._inbox.append(self._store(message))
             case TurnBegan() | WeightsLoaded():
                 self._inbox.append(message.event)
             case Ready():
@@ -239,12 +278,23 @@ class RolloutDriver:
                 self._inbox.append(WeightsOffered(t=now, version=message.version))
             case EngineUp():
                 self._engine_up(message)
-            case Rendezvous():
+            case Standing():
                 self._cursor = message.cursor
                 if message.iteration:
                     self._watch.say(self._going_on(message.iteration))
-                for engine in range(self.config.engines):
-                    self._to_engine(engine, message.join)
+            case Join():
+                self._to_engine(message.engine, message)
+            case Published():
+                self._published = message
+                if self._undrawn is not None:
+                    self._draw(self._undrawn)
+                for engine, life, reason in message.failed:
+                    self._to_engine(engine, Condemn(life, reason))
+            case EngineDown():
+                self._engine_down(message)
+            case EngineBack():
+                if message.life == self._lives[message.event.engine]:
+                    self._inbox.append(message.event)
             case EngineFailed():
                 self._failure = RolloutError(message.reason)
             case Stop():
@@ -265,23 +315,31 @@ class RolloutDriver:
             )
         return f"going on from the checkpoint after {iteration} iterations"
 
-    def _store(self, done: TurnDone) -> None:
-        event, held = done.event, self._held[done.event.trajectory.group]
-        versions = {version for _, _, version in done.versions}
+    def _engine_down(self, message: EngineDown) -> None:
+        """What a life of the engine says of itself counts until the next one was asked for."""
+        if message.life != self._lives[message.event.engine]:
+            return
+        self._watch.say(message.event.reason)
+        for partial in message.partials:
+            self._take(partial.trajectory, Part(*_arrays(partial), partial.versions))
+        self._inbox.append(message.event)
+
+    def _take(self, trajectory: TrajectoryId, part: Part) -> None:
+        versions = {version for _, _, version in part.spans}
         if versions - {self.coordinator.version}:
             raise OffPolicy(
-                f"trajectory {event.trajectory} holds tokens of versions {sorted(versions)};"
+                f"trajectory {trajectory} holds tokens of versions {sorted(versions)};"
                 f" the rollout's is {self.coordinator.version}"
             )
+        self._held[trajectory.group].take(trajectory.sample, part)
+
+    def _store(self, done: TurnDone) -> TurnFinished:
+        """The response is complete: its event, with the tokens that lost engines had made."""
+        event, held = done.event, self._held[done.event.trajectory.group]
+        self._take(event.trajectory, Part(*_arrays(done), done.versions))
         held.engines[event.trajectory.sample] = event.engine
-        held.trajectories[event.trajectory.sample] = Trajectory(
-            id=event.trajectory,
-            prompt_ids=np.array(held.prompt.token_ids, np.int32),
-            output_ids=np.frombuffer(done.output_ids, np.int32),
-            logprobs=np.frombuffer(done.logprobs, np.float32),
-            versions=tuple(VersionSpan(*span) for span in done.versions),
-            finish="deadline" if event.finish == "abort" else event.finish,
-        )
+        whole = held.join(event.trajectory, "deadline" if event.finish == "abort" else event.finish)
+        return msgspec.structs.replace(event, output_tokens=len(whole.output_ids))
 
     # ---- commands out
 
@@ -303,7 +361,12 @@ class RolloutDriver:
                 if command.rewards:  # else it was not needed any more, and may be incomplete
                     held.record(self._dump, command.group, command.iteration, None)
             case UpdateEngine():
-                self._to_engine(command.engine, LoadWeights(command.version))
+                self._to_engine(command.engine, LoadWeights(self._lives[command.engine], command.version))
+            case RestartEngine():
+                self._lives[command.engine] += 1
+                self._to_engine(command.engine, Restart(self._lives[command.engine], command.version))
+            case GiveUp():
+                self._failure = RolloutError(command.reason)
             case ConfirmWeights():
                 self._to_trainer(Confirmed(command.version))
             case RequestRollout():
@@ -324,8 +387,13 @@ class RolloutDriver:
                 pass  # the coordinator itself acts on it; it stands in the log for the reader
 
     def _draw(self, request: RequestRollout) -> None:
+        if self._published is None or self._published.version != request.version:
+            self._undrawn = request
+            return
+        self._undrawn = None
         if request.purpose == "train":
             self._first_order = 0
+            self._finished_before = self._kept.begin(request.iteration, request.version, self._published.fingerprint)
             count = self.config.rollout.groups_per_iteration + self.config.over_sampling_groups
             groups = self._draw_training(request.iteration, count)
         else:
@@ -341,6 +409,8 @@ class RolloutDriver:
                 groups=groups,
             )
         )
+        if taken := sum(bool(spec.rewards) for spec in groups):
+            self._watch.say(f"{taken} groups of iteration {request.iteration} were finished before and are not generated again")
 
     def _draw_training(self, iteration: int, count: int) -> tuple[GroupSpec, ...]:
         """The next prompts. Training groups are numbered over the run, held-out ones are negative."""
@@ -351,19 +421,23 @@ class RolloutDriver:
         return self._hold(list(range(first, first + count)), prompts, self.config.rollout.trajectories_per_group)
 
     def _hold(self, ids: list[GroupId], prompts: list[Prompt], samples: int) -> tuple[GroupSpec, ...]:
-        self._held.update({group: HeldGroup(prompt, samples) for group, prompt in zip(ids, prompts)})
-        return tuple(GroupSpec(group, len(prompt.token_ids)) for group, prompt in zip(ids, prompts))
+        for group, prompt in zip(ids, prompts):
+            kept = self._finished_before.get(group)
+            taken = kept is not None and kept.belongs(prompt.token_ids, samples)
+            self._held[group] = HeldGroup.of(prompt, kept, self._data.decode) if kept and taken else HeldGroup(prompt, samples)
+        return tuple(self._held[group].spec(group) for group in ids)
 
     def _send_turn(self, command: SendTurn) -> None:
-        prompt = self._held[command.trajectory.group].prompt
+        held = self._held[command.trajectory.group]
         training = self.coordinator.purpose == "train"
         self._to_engine(
             command.engine,
             StartTurn(
+                life=self._lives[command.engine],
                 command=command,
-                token_ids=np.array(prompt.token_ids, np.int32).tobytes(),
+                token_ids=held.tokens_so_far(command.trajectory.sample).tobytes(),
                 temperature=self.config.rollout.temperature if training else self.config.evaluation.temperature,
-                max_new_tokens=self.config.rollout.max_new_tokens,
+                max_new_tokens=self.config.rollout.max_new_tokens - command.prefix_tokens,
             ),
         )
 
@@ -375,6 +449,9 @@ class RolloutDriver:
         started_t = self._world.clock()
         score = await self._rewards.score(held.prompt, text, len(response.output_ids))
         held.rewards[trajectory.sample], held.errors[trajectory.sample] = score.reward, score.error
+        held.scored += 1
+        if held.scored == len(held.trajectories) and trajectory.group >= 0:
+            self._kept.add(held.kept(trajectory.group))
         self._inbox.append(
             TrajectoryScored(
                 t=self._world.clock(), trajectory=trajectory, reward=score.reward, started_t=started_t, error=score.error
@@ -404,7 +481,7 @@ class RolloutDriver:
             self._held.pop(-1 - order).record(self._dump, -1 - order, command.iteration, None)
         self._dump.flush(command.iteration)
 
-    def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | Join) -> None:
+    def _to_engine(self, engine: int, message: StartTurn | CancelTurn | LoadWeights | Join | Condemn | Restart) -> None:
         if engine == 0:
             assert self._owner is not None
             self._owner.handle(message)
@@ -413,3 +490,7 @@ class RolloutDriver:
 
     def _to_trainer(self, message: Message) -> None:
         self._mailbox.send(self._world.training_coordinator, message)
+
+
+def _arrays(said: TurnDone | Partial) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    return np.frombuffer(said.output_ids, np.int32), np.frombuffer(said.logprobs, np.float32)

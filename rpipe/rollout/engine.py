@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from rpipe.core.types import Version
 
 
 class EngineError(RuntimeError):
-    """The engine cannot serve: it died, refused, or did not answer in time. The message says which and where its log is."""
+    """The engine refused or failed. The message says what and where its log is."""
+
+
+class EngineGone(EngineError):
+    """The engine itself is lost: it died, or did not answer in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class TurnRequest:
     token_ids: Sequence[int]
     sampling: Sampling
     priority: int = 0  # higher goes first
+    prefix_tokens: int = 0  # of `token_ids`, at its end: the response so far, made by an engine that was lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,13 @@ class Engine(Protocol):
     @property
     def log_path(self) -> str: ...
 
-    async def start(self) -> None:
-        """Return once it can generate."""
+    async def start(self, folder: Path | None = None, version: Version = 0) -> None:
+        """Return once it can generate, with the weights in `folder` (None: what the run began from), which are `version`.
+        May be called again after `stop`."""
+        ...
+
+    def death(self) -> str | None:
+        """Why its process is gone; None while it lives. Costs nothing."""
         ...
 
     def generate(self, request: TurnRequest) -> AsyncIterator[Chunk]:
@@ -97,10 +108,12 @@ class Engine(Protocol):
 
     async def load(self) -> EngineLoad: ...
 
-    async def healthy(self) -> bool: ...
+    async def healthy(self) -> bool:
+        """Whether it can generate now."""
+        ...
 
-    async def join_update_group(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
-        """Join the weight broadcast as ranks first_rank .. first_rank + tp - 1; rank 0 is the trainer. Made once."""
+    async def join_update_group(self, address: str, port: int, world_size: int, backend: str, name: str) -> None:
+        """Join the weight broadcast of that name as ranks 1 .. tp; rank 0 is the trainer. Once in an engine's life."""
         ...
 
     async def begin_update(self) -> None: ...

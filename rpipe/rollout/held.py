@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rpipe.core.types import GroupId, Prompt, Sequences, Trajectory
+from rpipe.core.events import GroupSpec
+from rpipe.core.types import GroupId, Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
 from rpipe.data.order import Order
 from rpipe.data.prompts import PromptSet
+from rpipe.rollout.kept import KeptGroup, KeptTrajectory
 from rpipe.runtime.channel import pack
 from rpipe.runtime.dump import TrajectoryDump
 
@@ -27,6 +29,15 @@ class RolloutData:
     notes: list[str]  # what a person should know of the prompts
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Consecutive tokens of one response, from one engine. `spans`: (start, end, version), counted within the part."""
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    spans: tuple[tuple[int, int, int], ...]
+
+
 class HeldGroup:
     """The payload of one group: its prompt and what came back so far."""
 
@@ -37,6 +48,78 @@ class HeldGroup:
         self.texts = [""] * count
         self.errors = [""] * count
         self.rewards = [0.0] * count
+        self.scored = 0  # trajectories
+        self.restored = False  # an interrupted attempt had finished it
+        self._parts: list[list[Part]] = [[] for _ in range(count)]  # more than one where an engine was lost
+
+    def take(self, sample: int, part: Part) -> None:
+        """More of a response."""
+        self._parts[sample].append(part)
+
+    def tokens_so_far(self, sample: int) -> NDArray[np.int32]:
+        """The prompt, then what there is of the response."""
+        return np.concatenate([np.array(self.prompt.token_ids, np.int32), *(p.ids for p in self._parts[sample])])
+
+    def join(self, trajectory: TrajectoryId, finish: str) -> Trajectory:
+        """The response is complete."""
+        parts = self._parts[trajectory.sample]
+        spans: list[VersionSpan] = []
+        at = 0
+        for part in parts:
+            for start, end, version in part.spans:
+                if spans and spans[-1].version == version:
+                    spans[-1] = VersionSpan(spans[-1].start, at + end, version)
+                else:
+                    spans.append(VersionSpan(at + start, at + end, version))
+            at += len(part.ids)
+        joined = self.trajectories[trajectory.sample] = Trajectory(
+            id=trajectory,
+            prompt_ids=np.array(self.prompt.token_ids, np.int32),
+            output_ids=np.concatenate([p.ids for p in parts]),
+            logprobs=np.concatenate([p.logprobs for p in parts]),
+            versions=tuple(spans),
+            finish=finish,
+        )
+        return joined
+
+    @classmethod
+    def of(cls, prompt: Prompt, kept: KeptGroup, decode: Callable[[list[int]], str]) -> HeldGroup:
+        """As an interrupted attempt left it, all trajectories scored."""
+        held = cls(prompt, len(kept.trajectories))
+        held.trajectories = [kept.trajectory(sample) for sample in range(len(kept.trajectories))]
+        held.texts = [decode(t.output_ids.tolist()) for t in held.finished()]
+        held.engines = [t.engine for t in kept.trajectories]
+        held.errors = [t.error for t in kept.trajectories]
+        held.rewards = [t.reward for t in kept.trajectories]
+        held.scored, held.restored = len(kept.trajectories), True
+        return held
+
+    def spec(self, group: GroupId) -> GroupSpec:
+        """What the coordinator needs to know of it."""
+        if not self.restored:
+            return GroupSpec(group, len(self.prompt.token_ids))
+        tokens = tuple(len(t.output_ids) for t in self.finished())
+        return GroupSpec(group, len(self.prompt.token_ids), tokens, tuple(self.rewards))
+
+    def kept(self, group: GroupId) -> KeptGroup:
+        """For an attempt that comes after this one."""
+        samples = enumerate(self.finished())
+        return KeptGroup(
+            group=group,
+            prompt_ids=np.array(self.prompt.token_ids, np.int32).tobytes(),
+            trajectories=tuple(
+                KeptTrajectory(
+                    output_ids=t.output_ids.tobytes(),
+                    logprobs=t.logprobs.tobytes(),
+                    versions=tuple((s.start, s.end, s.version) for s in t.versions),
+                    finish=t.finish,
+                    engine=self.engines[sample],
+                    reward=self.rewards[sample],
+                    error=self.errors[sample],
+                )
+                for sample, t in samples
+            ),
+        )
 
     def finished(self) -> list[Trajectory]:
         return [t for t in self.trajectories if t is not None]

@@ -18,10 +18,11 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rpipe.config import Config
 from rpipe.core.types import Version
-from rpipe.rollout.engine import Chunk, EngineError, EngineLoad, TensorSpec, TurnRequest
+from rpipe.rollout.engine import Chunk, EngineError, EngineGone, EngineLoad, TensorSpec, TurnRequest
 from rpipe.rollout.scripted_options import Script
 from rpipe.rollout.scripted_weights import WeightSink
 
@@ -45,7 +46,8 @@ class _Job:
 
 
 class ScriptedEngine:
-    """An `Engine`. `clock` and `sleep` may be virtual; `fail_after_s` ends its first life so long after `start`."""
+    """An `Engine`. `clock` and `sleep` may be virtual. Its first `bad_lives` lives end `fail_after_s` after their start, or
+    fall silent after `hang_after_s`."""
 
     def __init__(
         self,
@@ -62,6 +64,8 @@ class ScriptedEngine:
         tp: int = 1,
         collective_s: float = 600.0,
         fail_after_s: float | None = None,
+        hang_after_s: float | None = None,
+        bad_lives: int = 1,
         tick_s: float = 0.002,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -74,7 +78,8 @@ class ScriptedEngine:
         self._max_running, self._kv_tokens = max_running, kv_tokens
         self._vocabulary, self._eos_id, self._seed = vocabulary, eos_id, seed
         self._interval, self._tick_s = stream_interval_tokens, tick_s
-        self._fail_after_s = fail_after_s
+        self._fail_after_s, self._hang_after_s, self._bad_lives = fail_after_s, hang_after_s, bad_lives
+        self._silent = False
         self._clock, self._sleep = clock, sleep
         self._queue: list[tuple[int, int, _Job]] = []  # heap: highest priority, then first come
         self._running: list[_Job] = []
@@ -103,7 +108,9 @@ class ScriptedEngine:
             stream_interval_tokens=config.engine.stream_interval_tokens,
             tp=config.engine.tp,
             collective_s=config.limits.collective_s,
-            fail_after_s=script.fail_after_s if script.fail_engine in (None, index) else None,
+            fail_after_s=script.fail_after_s,
+            hang_after_s=script.hang_after_s,
+            bad_lives=script.bad_lives if script.bad_engine in (None, index) else 0,
         )
 
     @property
@@ -112,16 +119,18 @@ class ScriptedEngine:
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, folder: Path | None = None, version: Version = 0) -> None:
         await self.stop()
         self._dead = ""
-        self.version = 0
+        self.version = version
+        self._silent = False
         self._paused = False
         self._has_memory = self._has_weights = True
         self._then_t = self._clock()
         self._wake = asyncio.Event()
-        deadline = None if self._fail_after_s is None else self._then_t + self._fail_after_s
-        self._fail_after_s = None
+        ends_after_s = self._hang_after_s if self._fail_after_s is None else self._fail_after_s
+        deadline = None if ends_after_s is None or self._bad_lives == 0 else self._then_t + ends_after_s
+        self._bad_lives = max(0, self._bad_lives - 1)
         self._task = asyncio.create_task(self._run(deadline), name=f"{self.name} script")
 
     async def stop(self) -> None:
@@ -135,7 +144,7 @@ class ScriptedEngine:
     def _die(self, reason: str) -> None:
         self._dead = self._dead or f"{self.name} (scripted): {reason}"
         for job in self._jobs.values():
-            job.chunks.put_nowait(EngineError(self._dead))
+            job.chunks.put_nowait(EngineGone(self._dead))
         self._jobs.clear()
         self._running.clear()
         self._queue.clear()
@@ -146,8 +155,10 @@ class ScriptedEngine:
             self._wake.clear()
             self._advance()
             if deadline is not None and self._clock() >= deadline:
-                self._die("ended as its script said (fail_after_s)")
-                return
+                self._silent = self._fail_after_s is None
+                if not self._silent:
+                    self._die("ended as its script said (fail_after_s)")
+                return  # a silent one leaves whoever waits for it waiting
             self._deliver()
             self._admit()
             wait_s = self._next_s()
@@ -237,7 +248,8 @@ class ScriptedEngine:
                 self._end(job, None)
 
     def _job(self, request: TurnRequest) -> _Job:
-        limit = request.sampling.max_new_tokens
+        done = request.prefix_tokens  # of the same response
+        limit = request.sampling.max_new_tokens + done
         length = limit + 1 if request.sampling.ignore_eos else max(1, self._lengths(request))
         draw = random.Random(f"{self._seed}:{request.request_id}")
         count = min(length, limit)
@@ -245,10 +257,12 @@ class ScriptedEngine:
         logprobs = [-3.0 * draw.random() for _ in range(count)]
         if length <= limit:
             ids[-1] = self._eos_id
-        return _Job(request, ids, logprobs, "stop" if length <= limit else "length")
+        return _Job(request, ids[done:], logprobs[done:], "stop" if length <= limit else "length")
 
     async def abort(self, request_id: str) -> None:
         self._check_alive()
+        if self._silent:
+            return
         job = self._jobs.get(request_id)
         if job is not None:
             self._advance()
@@ -274,14 +288,17 @@ class ScriptedEngine:
         used = sum(len(j.request.token_ids) + j.whole for j in self._running)
         return EngineLoad(len(self._running), len(self._queue), used, self._kv_tokens)
 
+    def death(self) -> str | None:
+        return self._dead or None
+
     async def healthy(self) -> bool:
-        return not self._dead
+        return not self._dead and not self._silent
 
     # ---- weights and memory -----------------------------------------------------------------------------------------
 
-    async def join_update_group(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+    async def join_update_group(self, address: str, port: int, world_size: int, backend: str, name: str) -> None:
         self._check_alive()
-        await self.weights.join(address, port, first_rank, world_size, backend)
+        await self.weights.join(address, port, world_size, backend, name)
 
     async def begin_update(self) -> None:
         self._check_alive()
@@ -310,7 +327,7 @@ class ScriptedEngine:
 
     def _check_alive(self) -> None:
         if self._dead:
-            raise EngineError(self._dead)
+            raise EngineGone(self._dead)
 
     def _check(self) -> None:
         self._check_alive()

@@ -30,18 +30,18 @@ class WeightSink:
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
 
-    async def join(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
+    async def join(self, address: str, port: int, world_size: int, backend: str, name: str) -> None:
         if backend != "gloo":
             raise EngineError(f"{self.name} (scripted): channel.backend = {backend}; a scripted engine wants gloo")
         if self._tp > 1:
             raise EngineError(f"{self.name} (scripted): engine.tp = {self._tp}; it joins as one member: wanted 1")
-        from rpipe.runtime.side_group import WEIGHTS_GROUP, side_group
+        from rpipe.runtime.side_group import side_group
 
         await self.leave()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name} weights")
 
         def meet() -> dist.ProcessGroup:
-            return side_group(address, port, world_size, first_rank, WEIGHTS_GROUP, backend, self._timeout_s)
+            return side_group(address, port, world_size, 1, name, backend, self._timeout_s)
 
         self._group = await self._threaded(meet, f"join the weight broadcast at {address}:{port}")
 

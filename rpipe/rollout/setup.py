@@ -25,6 +25,7 @@ from rpipe.data.supervised import supervised
 from rpipe.rollout.driver import RolloutDriver
 from rpipe.rollout.engine import Engine
 from rpipe.rollout.held import RolloutData
+from rpipe.rollout.kept import KeptGroups
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
 from rpipe.runtime import device as devices
@@ -48,7 +49,9 @@ async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mail
     if not world.is_coordinator:
         quiet_barrier(world.comm, config.limits.start_s, "the model and the prompts to be read")
         world.comm.bcast(None)
-        return await serve(config, mailbox, _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None)
+        owner = _owner(config, world, run_dir) if world.role_rank % config.engine.tp == 0 else None
+        world.waits = lambda: [owner.state() if owner is not None else "parked beside its engine", *mailbox.states()]
+        return await serve(config, mailbox, owner)
     terminal, columns = os.environ.get("RPIPE_TERMINAL") == "1", int(os.environ.get("COLUMNS", "0")) or None
     watch = Watch(config, Progress(terminal, columns), Scalars(run_dir.tensorboard))
     try:
@@ -76,7 +79,8 @@ async def coordinate(config: Config, world: World, run_dir: RunDir, log: EventLo
     dump = TrajectoryDump(run_dir.trajectories)
     owner = _owner(config, world, run_dir)
     printed = run_dir.logs / "rewards.log"  # what reward functions print
-    reason = await RolloutDriver(config, world, log, mailbox, channel, data, dump, watch, printed).run(owner)
+    kept = KeptGroups(run_dir.iteration_groups, config, run_dir.checkpoints_found)
+    reason = await RolloutDriver(config, world, log, mailbox, channel, data, dump, watch, printed, kept).run(owner)
     channel.close()
     return reason
 
@@ -171,7 +175,7 @@ def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:
             f"engine {index}: its {config.engine.tp} ranks are on several hosts; wanted: whole engines on each host"
         )
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    return EngineOwner(_engine(config, index, run_dir), index, config, world.clock)
+    return EngineOwner(_engine(config, index, run_dir), index, config, world.clock, run_dir.snapshot)
 
 
 def _engine(config: Config, index: int, run_dir: RunDir) -> Engine:

@@ -2,7 +2,7 @@
 
 Waits for                        unblocked by
   the server to be up            /health, or the child's end, or engine.start_deadline_s
-  the next tokens of a request   the server; the monitor when the child ends or nothing came for engine.stall_deadline_s
+  the next tokens of a request   the server; the monitor when the child ends (its silence is for the owner to notice)
   an answer to a command         the server, or the bound of that command
 
 Response ids include the end-of-sequence (or stop) token that ended them, with its log-prob: the trainer trains it. With
@@ -26,12 +26,11 @@ import numpy as np
 
 from rpipe.config import Config
 from rpipe.core.types import Version
-from rpipe.rollout.engine import Chunk, EngineError, EngineLoad, TensorSpec, TurnRequest
+from rpipe.rollout.engine import Chunk, EngineError, EngineGone, EngineLoad, TensorSpec, TurnRequest
 from rpipe.rollout.sglang_http import LOOK_S, Connection, encode, refusal
 from rpipe.rollout.sglang_launch import server_arguments, server_environment
 from rpipe.rollout.sglang_server import SglangServer
 from rpipe.rollout.sglang_stream import Assembler, EventSplitter
-from rpipe.runtime.side_group import WEIGHTS_GROUP
 
 LAUNCHES = 3  # of a start whose port another process took
 ABORT_AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)
@@ -54,9 +53,9 @@ class _Stream:
         if self.assembler.finished:
             self.ended.set()
 
-    def fail(self, reason: str) -> None:
+    def fail(self, error: EngineError) -> None:
         if not self.ended.is_set():
-            self.chunks.put_nowait(EngineError(reason))
+            self.chunks.put_nowait(error)
             self.ended.set()
 
 
@@ -73,6 +72,8 @@ class SglangEngine:
         address: str = "127.0.0.1",
     ) -> None:
         self.config = config
+        self.index = index
+        self.model_dir = model_dir
         self.name = f"engine {index}"
         self.address = address  # of this host, as peers of the update group reach it
         self.server = SglangServer(
@@ -88,9 +89,9 @@ class SglangEngine:
         self._streams: dict[str, _Stream] = {}
         self._chores: set[asyncio.Task[Any]] = set()
         self._serial = 0
-        self._progress_t = 0.0
+        self._life = 0
         self._paused = False
-        self._joined = False
+        self._update_group = ""
 
     @property
     def log_path(self) -> str:
@@ -99,12 +100,14 @@ class SglangEngine:
     @property
     def _http(self) -> Connection:
         if self._connection is None:
-            raise EngineError(self.server.death() or f"{self.name}: not started")
+            raise EngineGone(self.server.death() or f"{self.name}: not started")
         return self._connection
 
     # ---- life -------------------------------------------------------------------------------------------------------
 
-    async def start(self) -> None:
+    async def start(self, folder: Path | None = None, version: Version = 0) -> None:
+        self.server.arguments = server_arguments(self.config, self.index, folder or self.model_dir, version, self._life)
+        self._life += 1
         for attempt in range(LAUNCHES):
             await self._drop()
             self.server.launch()
@@ -119,7 +122,7 @@ class SglangEngine:
             except BaseException:
                 await self.stop()
                 raise
-        self.version, self._paused, self._joined = 0, False, False
+        self.version, self._paused, self._update_group = version, False, ""
         self._monitor = asyncio.create_task(self._watch(), name=f"{self.name} monitor")
 
     async def _come_up(self) -> None:
@@ -129,38 +132,30 @@ class SglangEngine:
         while True:
             death = self.server.death()
             if death is not None:
-                raise EngineError(death)
+                raise EngineGone(death)
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
                 async with connection.session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
                     if response.status == 200:
                         return
             if loop.time() > deadline:
-                raise EngineError(
+                raise EngineGone(
                     f"{self.name}: not up {self.config.engine.start_deadline_s:g} s after its start"
                     f" (engine.start_deadline_s); see {self.log_path}"
                 )
             await asyncio.sleep(0.1)
 
     async def _watch(self) -> None:
-        """Every wait of every request ends: here, where the server cannot end it."""
-        loop = asyncio.get_running_loop()
-        stall_s = self.config.engine.stall_deadline_s
-        while True:
+        """Every wait of every request ends with the server."""
+        while (death := self.server.death()) is None:
             await asyncio.sleep(LOOK_S)
-            death = self.server.death()
-            if death is not None:
-                self._fail_all(death)
-                return
-            waiting = [s for s in self._streams.values() if not s.ended.is_set()]
-            if waiting and not self._paused and loop.time() - self._progress_t > stall_s:
-                self._fail_all(
-                    f"{self.name}: no token of any of {len(waiting)} requests for {stall_s:g} s"
-                    f" (engine.stall_deadline_s); see {self.log_path}"
-                )
+        self._fail_all(death)
 
     def _fail_all(self, reason: str) -> None:
         for stream in list(self._streams.values()):
-            stream.fail(reason)
+            stream.fail(EngineGone(reason))
+
+    def death(self) -> str | None:
+        return self.server.death()
 
     async def stop(self) -> None:
         self._fail_all(f"{self.name}: stopped")
@@ -203,15 +198,13 @@ class SglangEngine:
     def _open(self, request: TurnRequest) -> _Stream:
         death = self.server.death()
         if death is not None:
-            raise EngineError(death)
+            raise EngineGone(death)
         connection = self._http
         if request.request_id in self._streams:
             raise EngineError(f"{self.name}: request {request.request_id} is already running")
         # SGLang aborts every request whose id *begins* with the given one: a serial number of fixed width comes first.
         self._serial += 1
         stream = _Stream(f"{self._serial:010d}:{request.request_id}", self.version)
-        if not self._streams:
-            self._progress_t = asyncio.get_running_loop().time()
         self._streams[request.request_id] = stream
         stream.pump = asyncio.create_task(self._pump(connection, stream, encode(_body(stream.rid, request))))
         stream.pump.add_done_callback(self._chores.discard)
@@ -219,7 +212,6 @@ class SglangEngine:
 
     async def _pump(self, connection: Connection, stream: _Stream, body: bytes) -> None:
         """Move the server's events into the stream; any failure ends the stream."""
-        loop = asyncio.get_running_loop()
         splitter = EventSplitter()
         try:
             async with connection.session.post("/generate", data=body) as response:
@@ -229,15 +221,14 @@ class SglangEngine:
                     for event in splitter.feed(data):
                         if not stream.ended.is_set():
                             stream.put(stream.assembler.feed(event))
-                    self._progress_t = loop.time()
                     if splitter.done:
                         break
             if not stream.ended.is_set():
-                raise EngineError("the server closed the stream before its end")
+                raise ValueError("the server closed the stream before its end")
         except EngineError as error:
-            stream.fail(f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}")
+            stream.fail(EngineError(f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}"))
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, msgspec.MsgspecError, ValueError) as error:
-            stream.fail(await connection.lost(error))
+            stream.fail(EngineGone(await connection.lost(error)))
 
     def _close(self, request_id: str, stream: _Stream) -> None:
         if self._streams.get(request_id) is stream:
@@ -285,7 +276,6 @@ class SglangEngine:
     async def resume(self) -> None:
         await self._http.post("/continue_generation", {})
         self._paused = False
-        self._progress_t = asyncio.get_running_loop().time()
 
     async def flush_cache(self) -> None:
         # With a timeout SGLang waits until nothing is queued, without one it ignores what waits for the end of a pause.
@@ -312,20 +302,17 @@ class SglangEngine:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
-    async def join_update_group(self, address: str, port: int, first_rank: int, world_size: int, backend: str) -> None:
-        if self._joined:  # an engine beside this one was restarted, and the group is made anew
-            self._joined = False
-            await self._http.post("/destroy_weights_update_group", {"group_name": WEIGHTS_GROUP})
+    async def join_update_group(self, address: str, port: int, world_size: int, backend: str, name: str) -> None:
         body = {
             "master_address": address,
             "master_port": port,
-            "rank_offset": first_rank,
+            "rank_offset": 1,
             "world_size": world_size,
-            "group_name": WEIGHTS_GROUP,
+            "group_name": name,
             "backend": backend,
         }
         await self._http.post("/init_weights_update_group", body, self.config.limits.collective_s)
-        self._joined = True
+        self._update_group = name
 
     async def begin_update(self) -> None:
         await self._http.post("/begin_weight_update", {}, if_there=True)  # SGLang before 0.5.22 has no such session
@@ -335,7 +322,7 @@ class SglangEngine:
             "names": [t.name for t in tensors],
             "dtypes": [t.dtype for t in tensors],
             "shapes": [list(t.shape) for t in tensors],
-            "group_name": WEIGHTS_GROUP,
+            "group_name": self._update_group,
             "flush_cache": False,
         }
         await self._http.post("/update_weights_from_distributed", body, self.config.limits.collective_s)

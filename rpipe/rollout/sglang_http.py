@@ -1,6 +1,6 @@
 """How is a command said to the server, bounded, and what does a refusal or a lost connection mean?
 
-Every failure is an EngineError: of the child's last words where it died, of the server's own where it refused.
+Every failure is an EngineError: EngineGone with the child's last words where it died or was silent, else the server's own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from rpipe.rollout.engine import EngineError
+from rpipe.rollout.engine import EngineError, EngineGone
 from rpipe.rollout.sglang_server import SglangServer
 
 COMMAND_S = 60.0
@@ -54,13 +54,13 @@ class Connection:
                     return exchange.result()
                 death = self.server.death()
                 if death is not None:
-                    raise EngineError(death)
+                    raise EngineGone(death)
                 if loop.time() > deadline:
-                    raise EngineError(
+                    raise EngineGone(
                         f"{self.server.name}: no answer to {path} within {bound_s:g} s; see {self.server.log_path}"
                     )
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineError(f"{path}: {await self.lost(error)}") from None
+            raise EngineGone(f"{path}: {await self.lost(error)}") from None
         finally:
             exchange.cancel()
 

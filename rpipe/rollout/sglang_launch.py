@@ -20,15 +20,16 @@ RESERVED = ("host", "port", "api_key", "model_path", "config", "tp_size", "weigh
 NEVER_PREEMPT = 1 << 62  # priorities are minus the submission order: no difference may evict a running request
 
 
-def server_arguments(config: Config, index: int, model_dir: Path) -> dict[str, Any]:
-    """Arguments of the server by SGLang's own names, without those of the connection. Raises EngineError on a bad option."""
+def server_arguments(config: Config, index: int, model_dir: Path, version: int = 0, life: int = 0) -> dict[str, Any]:
+    """Arguments of the server by SGLang's own names, without those of the connection. `life` counts its starts: one that
+    starts again draws other random numbers. Raises EngineError on a bad option."""
     engine = config.engine
     arguments: dict[str, Any] = {
         "model_path": str(model_dir),
         "tp_size": engine.tp,
         "dtype": config.dtype,
-        "random_seed": (config.run.seed * 1009 + index) % (1 << 30),
-        "weight_version": "0",
+        "random_seed": (config.run.seed * 1009 + index + life * 7919) % (1 << 30),
+        "weight_version": str(version),
         "skip_tokenizer_init": names_eos(model_dir),  # ids in, ids out: nothing to detokenize
         "sampling_defaults": "openai",  # not generation_config.json's top_k and penalties: requests say all themselves
         "incremental_streaming_output": True,

@@ -17,13 +17,16 @@ from rpipe.core.events import (
     DropGroup,
     EndEvaluation,
     EndRollout,
+    EngineRestarted,
     GroupsDrawn,
+    GroupSpec,
     RequestRollout,
+    RestartEngine,
     RolloutRequested,
     SendGroup,
     TrajectoryScored,
     TurnFinished,
-    UpdateEngine,
+    WeightsOffered,
 )
 from rpipe.runtime.messages import StepReport, TrainerState
 from rpipe.runtime.progress import Progress, ProgressState
@@ -47,6 +50,11 @@ class Tally:
     sent: int = 0
     failed_rewards: int = 0
     steps: list[StepReport] = field(default_factory=list)
+
+    def restored(self, specs: tuple[GroupSpec, ...]) -> None:
+        """Some may come from an interrupted attempt, finished."""
+        self.lengths += [tokens for spec in specs for tokens in spec.output_tokens]
+        self.scored += sum(len(spec.output_tokens) for spec in specs)
 
 
 class Watch:
@@ -80,12 +88,14 @@ class Watch:
                 self._tally = Tally(
                     started_t=t, groups=len(what.groups), trajectories=len(what.groups) * what.trajectories_per_group
                 )
+                self._tally.restored(what.groups)
             case RequestRollout():
                 self._iteration = what.iteration
                 self._phase = "rollout" if what.purpose == "train" else "evaluating"
             case GroupsDrawn():
                 tally.groups += len(what.groups)
                 tally.trajectories += len(what.groups) * self._config.rollout.trajectories_per_group
+                tally.restored(what.groups)
             case EndRollout():
                 tally.rollout_s = t - tally.started_t
                 self._reward = statistics.fmean(tally.rewards)
@@ -103,10 +113,16 @@ class Watch:
                     f"held-out reward after {what.iteration} iterations: {what.reward_mean:.3f} ({what.count} prompts)"
                 )
                 self._scalars.write(what.iteration, {"held_out/reward": what.reward_mean})
-            case UpdateEngine(engine=0):
+            case WeightsOffered():
                 self._phase = "publishing"
                 if tally.steps:
                     self._write(t)
+            case RestartEngine():
+                self._progress.line(f"engine {what.engine} is started again, with weights of version {what.version}")
+            case EngineRestarted():
+                self._progress.line(
+                    f"engine {what.engine} is back after {t - what.started_t:.0f} s, holding version {what.version}"
+                )
             case _:
                 pass
 

@@ -92,6 +92,12 @@ class Mailbox:
         if time.monotonic() - self._heard[silent] > limit_s:
             raise TimeoutError(f"heard nothing from rank {silent} for {limit_s:.0f} s; waiting for {what()}")
 
+    def states(self) -> list[str]:
+        """For a person: what is unsent, and who was silent for how long."""
+        now = time.monotonic()
+        silent = ", ".join(f"rank {peer} {now - heard:.1f} s ago" for peer, heard in sorted(self._heard.items()))
+        return [f"{len(self._unsent)} messages not taken yet", f"heard last: {silent or 'nobody is asked to beat'}"]
+
     def drain(self, limit_s: float) -> None:
         """Return once everything sent is out of this process: call it before anything that stops MPI's progress."""
         end = time.monotonic() + limit_s

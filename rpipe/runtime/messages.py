@@ -2,10 +2,11 @@
 
 Small typed records in msgpack; tensors travel elsewhere (runtime.channel). Who says what to whom:
 
-    rollout coordinator  -> engine owner          Join, StartTurn, CancelTurn, LoadWeights, CloseEngine
-    engine owner         -> rollout coordinator   EngineUp, TurnBegan, TurnDone, WeightsLoaded, EngineFailed
-    rollout coordinator  -> training coordinator  EnginesUp, GroupHeader, Dropped, Ended, Confirmed
-    training coordinator -> rollout coordinator   Rendezvous, Offer, Ready, Received, TrainerState,
+    rollout coordinator  -> engine owner          Join, StartTurn, CancelTurn, LoadWeights, Condemn, Restart, CloseEngine
+    engine owner         -> rollout coordinator   EngineUp, TurnBegan, TurnDone, WeightsLoaded, EngineDown, EngineBack,
+                                                  EngineFailed
+    rollout coordinator  -> training coordinator  EnginesUp, GroupHeader, Dropped, Ended, Takers, Confirmed
+    training coordinator -> rollout coordinator   Standing, Offer, Join, Published, Ready, Received, TrainerState,
                                                   StepReport, Stop
     training coordinator -> training ranks        Work
     training ranks       -> training coordinator  BatchDone
@@ -18,6 +19,8 @@ from msgspec import Struct
 
 from rpipe.core.events import (
     BeginStep,
+    EngineLost,
+    EngineRestarted,
     EngineUpdated,
     FinishStep,
     MicroBatchDone,
@@ -53,8 +56,12 @@ class Alive(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """Join the weight broadcast: rank 0 of it listens at address:port; buckets in the order in which they will come."""
+    """To one engine: meet the trainer in an update group of your own. Its rank 0 listens at address:port; buckets in the order
+    in which they will come. `life` counts an engine's starts: what is meant for an earlier one is not done."""
 
+    engine: int
+    life: int
+    group: str
     address: str
     port: int
     world_size: int
@@ -63,8 +70,9 @@ class Join(Message, frozen=True):
 
 
 class StartTurn(Message, frozen=True):
+    life: int
     command: SendTurn
-    token_ids: bytes  # int32
+    token_ids: bytes  # int32; the prompt, then what a lost engine had made of the response
     temperature: float
     max_new_tokens: int
 
@@ -74,6 +82,21 @@ class CancelTurn(Message, frozen=True):
 
 
 class LoadWeights(Message, frozen=True):
+    life: int
+    version: Version
+
+
+class Condemn(Message, frozen=True):
+    """The trainer could not reach the engine: take it for lost."""
+
+    life: int
+    reason: str
+
+
+class Restart(Message, frozen=True):
+    """Start the engine from the snapshot of `version`; -1 is what the run began from."""
+
+    life: int
     version: Version
 
 
@@ -104,7 +127,29 @@ class WeightsLoaded(Message, frozen=True):
     event: EngineUpdated
 
 
+class Partial(Struct, frozen=True):
+    """What a lost engine had made of a response; fields as in TurnDone."""
+
+    trajectory: TrajectoryId
+    output_ids: bytes
+    logprobs: bytes
+    versions: tuple[tuple[int, int, int], ...]
+
+
+class EngineDown(Message, frozen=True):
+    life: int
+    event: EngineLost
+    partials: tuple[Partial, ...]
+
+
+class EngineBack(Message, frozen=True):
+    life: int
+    event: EngineRestarted
+
+
 class EngineFailed(Message, frozen=True):
+    """What no restart mends."""
+
     engine: int
     reason: str
 
@@ -116,10 +161,9 @@ class EnginesUp(Message, frozen=True):
     """Every engine answers."""
 
 
-class Rendezvous(Message, frozen=True):
-    """The trainer stands ready to open the weight broadcast."""
+class Standing(Message, frozen=True):
+    """The trainer stands ready to publish."""
 
-    join: Join
     iteration: int  # the next to train
     cursor: int  # prompts drawn so far
 
@@ -147,6 +191,22 @@ class Ended(Message, frozen=True):
     groups_sent: int
     groups_dropped: int
     cursor: int  # for the checkpoint
+
+
+class Takers(Message, frozen=True):
+    """Who takes the weights that were offered: (engine, life) of each."""
+
+    version: Version
+    engines: tuple[tuple[int, int], ...]
+
+
+class Published(Message, frozen=True):
+    """The trainer's part is done. `fingerprint` tells these weights from any others; `failed`: engines that could not be
+    reached, with their life and the reason."""
+
+    version: Version
+    fingerprint: str
+    failed: tuple[tuple[int, int, str], ...]
 
 
 class Confirmed(Message, frozen=True):
@@ -210,14 +270,20 @@ AnyMessage = (
     | StartTurn
     | CancelTurn
     | LoadWeights
+    | Condemn
+    | Restart
     | CloseEngine
     | EngineUp
     | TurnBegan
     | TurnDone
     | WeightsLoaded
+    | EngineDown
+    | EngineBack
     | EngineFailed
     | EnginesUp
-    | Rendezvous
+    | Standing
+    | Takers
+    | Published
     | GroupHeader
     | Dropped
     | Ended

@@ -2,9 +2,11 @@
 
 RUN_DIR/config.yaml          resolved             RUN_DIR/environment.json   versions, git, Slurm
 RUN_DIR/attempt-N/events/    the event log        RUN_DIR/attempt-N/logs/    engines
+RUN_DIR/attempt-N/snapshots/ published weights, the newest two
 RUN_DIR/trajectories/        parquet              RUN_DIR/tensorboard/
 RUN_DIR/model/               made on the spot     RUN_DIR/checkpoints/       iteration-NNNNNN
 RUN_DIR/hf/                  final weights        RUN_DIR/report.json
+RUN_DIR/iteration-groups/    finished groups of iterations that are not in every checkpoint yet
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from pathlib import Path
 
 from rpipe.config import Config
 from rpipe.data import gguf_model
+
+HANG_FILE = "hang"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def iteration_groups(self) -> Path:
+        """What an attempt that comes after this one need not generate again."""
+        return self.path / "iteration-groups"
+
+    @property
     def trajectories(self) -> Path:
         return self.path / "trajectories"
 
@@ -69,9 +78,21 @@ class RunDir:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    def snapshot(self, version: int) -> Path:
+        """A published version's weights as an engine starts from them: there and whole, or not there."""
+        return self.attempt_path / "snapshots" / f"version-{version:06d}"
+
     def failure(self, rank: int) -> Path:
         """One line: why this rank ended the job."""
         return self.attempt_path / f"failure-rank{rank:05d}.txt"
+
+    @property
+    def hang(self) -> Path:
+        """Left by a rank whose wait ended: the supervisor asks all for their stacks."""
+        return self.attempt_path / HANG_FILE
+
+    def stacks(self, rank: int) -> Path:
+        return self.attempt_path / f"stacks-rank{rank:05d}.txt"
 
     def checkpoint(self, iteration: int) -> Path:
         return self.checkpoints / f"iteration-{iteration:06d}"

@@ -13,7 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-WEIGHTS_GROUP = "rpipe_weights"  # the broadcast of weights: rank 0 is the trainer, the others are engine workers
+
+def weights_group(engine: int, life: int) -> str:
+    """The name of one engine's update group: rank 0 is the trainer, the others are the engine's workers. Each life of an
+    engine has its own, so that nothing of a lost one is met again."""
+    return f"rpipe_weights.{engine}.{life}"
+
 
 
 def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
@@ -35,7 +40,7 @@ def side_group(
 
     Works before, after and without a default world. Ranks in collectives over the group are the ones given here. Every
     wait, now and in collectives later, ends after `timeout_s`. A process is one member of a name, and may join it again after
-    `leave`. Raises torch.distributed.DistError where the peers do not come.
+    `leave`, in another store. Raises torch.distributed.DistError where the peers do not come.
     """
     timeout = timedelta(seconds=timeout_s)
     host = f"[{address}]" if ":" in address else address

@@ -32,11 +32,13 @@ from typing import BinaryIO
 
 from rpipe.runtime import processes
 from rpipe.runtime.cause import Role, explain, first_failure
+from rpipe.runtime.rundir import HANG_FILE
 
 TERM_S = 3.0  # between SIGTERM and SIGKILL; Open MPI itself gives its ranks 0.3 s
 KILL_S = 2.0  # for the kernel to end what got SIGKILL
 RANKLESS_S = 2.0  # for the starter to end after its ranks did
 LOOK_S = 0.5  # between looks at failure files and processes
+ANSWER_S = 0.5  # for ranks to write their stacks
 DRAIN_S = 1.0  # for the last lines in the pipes
 TAIL_BYTES = 256 << 10
 _STOP_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "hang-up"}
@@ -163,6 +165,9 @@ def supervise(command: Sequence[str], env: Mapping[str, str], log: Path, stop_s:
             ended = processes.end_all(before, env["RPIPE_JOB"], KILL_S)
             code = process.wait()
             processes.reap_orphans(before)
+            for path in log.parent.glob("stacks-rank*.txt"):
+                if not path.stat().st_size:
+                    path.unlink()
             streams.drain(DRAIN_S)
             if ended:
                 file.write(f"rpipe: ended what was left of the job: processes {sorted(ended)}\n".encode())
@@ -190,6 +195,7 @@ class _Watch:
     looked: float = 0.0
     had_ranks: bool = False
     rankless_since: float | None = None
+    asked: bool = False  # for stacks
 
     def run(self) -> None:
         while self.process.poll() is None:
@@ -203,6 +209,8 @@ class _Watch:
             if due is signal.SIGKILL:
                 return  # end_all does it
             if due is not None:
+                if self.requests.stops <= 1:
+                    self._ask_for_stacks()
                 processes.send(self.process.pid, due)
 
     def _pass_on(self, now: float) -> None:
@@ -215,7 +223,16 @@ class _Watch:
             self.forwarded = self.requests.forward
             processes.send(self.process.pid, signal.SIGUSR2)
 
+    def _ask_for_stacks(self) -> None:
+        """Once: what every rank was doing (runtime/hangs.py)."""
+        if not self.asked:
+            self.asked = True
+            processes.send(self.process.pid, signal.SIGUSR1)
+            self.streams.pump(ANSWER_S)
+
     def _look(self, now: float) -> None:
+        if (self.attempt / HANG_FILE).exists():
+            self._ask_for_stacks()
         if first_failure(self.attempt) is not None:  # that rank gave up; the others get stop_s
             self.ending.begin(now)
         if processes.has_children(self.process.pid):

@@ -10,7 +10,8 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -56,6 +57,8 @@ class World:
     host: str
     hosts: tuple[str, ...]  # of every rank
     stop: Stop
+    # Set by the role: what it waits for and the state of its channels, for a person.
+    waits: Callable[[], list[str]] = field(default=lambda: ["still starting"])
 
     @property
     def stop_reason(self) -> str:

@@ -8,6 +8,7 @@ stay here until their step is done.
     the engines                EnginesUp                 limits.start_s
     a group                    GroupHeader, its tensor   limits.message_s
     a replica                  BatchDone                 limits.message_s
+    who takes weights          Takers                    limits.message_s
     engines holding weights    Confirmed                 limits.message_s
 """
 
@@ -44,7 +45,7 @@ from rpipe.core.events import (
     TrainMicroBatch,
     WeightsPublished,
 )
-from rpipe.core.types import GroupId, Sequences
+from rpipe.core.types import GroupId, Sequences, Version
 from rpipe.policy.advantage import whitened
 from rpipe.runtime.channel import Channel, ChannelError, Sent, pack, unpack
 from rpipe.runtime.mailbox import Mailbox
@@ -55,11 +56,13 @@ from rpipe.runtime.messages import (
     Dropped,
     Ended,
     GroupHeader,
+    Message,
     Offer,
     Ready,
     Received,
     StepReport,
     Stop,
+    Takers,
     TrainerState,
     Work,
 )
@@ -84,16 +87,19 @@ class TrainingDriver:
         self._held: dict[GroupId, Sequences] = {}
         self._sent: dict[int, list[Sent]] = {}  # micro-batch -> tensors on their way to its ranks
         self._publishing = (0.0, 0)  # since when, bytes
+        self._takers: dict[Version, Takers] = {}
         self._cursors: dict[int, int] = {}  # iterations trained -> prompts drawn by then
         self._busy_s = [0.0] * config.replicas
         self._last_t = 0.0
         self._last_state: tuple[float, bool, str, int] = (0.0, False, "", 0)
         self._stop_seen = False
+        self._at_work = ""
         self._notice = Notice(config.limits.notice_s)
 
     def run(self, iteration: int, cursor: int) -> str:
         """From the first publish to StopTraining; returns its reason. Raises OffPolicy, ChannelError, TimeoutError."""
         self._cursors[iteration] = cursor
+        self.world.waits = self._waits
         now = self.world.clock()
         replicas, stages = self.config.replicas, self.config.training.pp
         self._inbox.append(TrainerReady(t=now, iteration=iteration, version=iteration, replicas=replicas, stages=stages))
@@ -148,6 +154,8 @@ class TrainingDriver:
                         groups_dropped=message.groups_dropped,
                     )
                 )
+            case Takers():
+                self._takers[message.version] = message
             case Confirmed():
                 started_t, nbytes = self._publishing
                 self._notice.published(now)
@@ -220,12 +228,14 @@ class TrainingDriver:
     def _work(self, work: Work, batch: Sequences | None) -> None:
         # These two when their turn comes: engines that were told to stop would not join a broadcast still in the queue.
         if isinstance(work.command, PublishWeights):
-            self._mailbox.send(ROLLOUT, Offer(work.command.version))
+            self._offer(work.command.version)
         elif isinstance(work.command, StopTraining) and work.command.reason:
             self._mailbox.send(ROLLOUT, Stop(work.command.reason))
         # MPI makes no progress while this rank computes: what was sent must be out before.
         self._mailbox.drain(self.config.limits.message_s)
+        self._at_work = type(work.command).__name__
         outcome = self._worker.do(work, batch)
+        self._at_work = ""
         self._mailbox.worked()
         match work.command:
             case TrainMicroBatch() as command:
@@ -235,7 +245,9 @@ class TrainingDriver:
             case FinishStep() as command:
                 self._step_done(command, outcome)
             case PublishWeights():
+                assert outcome.published is not None
                 self._publishing = (outcome.started_t, outcome.nbytes)
+                self._mailbox.send(ROLLOUT, outcome.published)
             case SaveCheckpoint(iteration=iteration):
                 told = self._notice.saved(outcome.started_t, outcome.ended_t)
                 if told:
@@ -243,6 +255,22 @@ class TrainingDriver:
                 self._inbox.append(
                     CheckpointSaved(t=outcome.ended_t, iteration=iteration, started_t=outcome.started_t, path=outcome.path)
                 )
+
+    def _offer(self, version: Version) -> None:
+        """Learn which engines live, and meet those that have no update group with the trainer yet."""
+        publisher = self._worker.publisher
+        assert publisher is not None
+        self._mailbox.send(ROLLOUT, Offer(version))
+        while version not in self._takers:
+            for _, message in self._mailbox.poll():
+                self._receive(message)
+            self._mailbox.check_silence(self.config.limits.message_s, lambda: "the rollout side to name the living engines")
+            time.sleep(POLL_S)
+        publisher.meet(self._takers.pop(version).engines, self._send_now)
+
+    def _send_now(self, message: Message) -> None:
+        self._mailbox.send(ROLLOUT, message)
+        self._mailbox.drain(self.config.limits.message_s)
 
     def _step_done(self, command: FinishStep, outcome: Outcome) -> None:
         stats = outcome.stats
@@ -270,6 +298,18 @@ class TrainingDriver:
             del self._held[group]
 
     # ---- what a person and a stuck job need
+
+    def _waits(self) -> list[str]:
+        """For a person who looks at a job that hangs."""
+        waits = self.coordinator.waiting_for()
+        return [
+            f"waits for {waits}" if waits else "at work, or waits for a replica's micro-batch",
+            f"at work on: {self._at_work or 'nothing'}; {len(self._queue)} pieces of work follow",
+            f"iteration {self.coordinator.iteration}, version {self.coordinator.version},"
+            f" {self.coordinator.groups_consumed} groups consumed; held: {sorted(self._held)}",
+            f"channel: micro-batches {sorted(self._sent)} on their way to replicas",
+            *self._mailbox.states(),
+        ]
 
     def _tell_state(self, busy: bool) -> None:
         """For the progress display; on a change, and not more often than it can be read."""

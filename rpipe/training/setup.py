@@ -1,11 +1,12 @@
 """How does a training rank come up?
 
 The role's torch world, Megatron over it, then the newest checkpoint or the supervised warm-up; meanwhile the engines start.
-Then the coordinator's rank opens the weight broadcast with them (once; it is reused for the whole run) and the loop begins.
+Then the loop begins, with a first publish to all of them.
 """
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,18 +19,16 @@ from rpipe.runtime import checkpoints
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, open_channel
 from rpipe.runtime.mailbox import Mailbox
-from rpipe.runtime.messages import EnginesUp, Join, Rendezvous, Stop, TensorEntry, TrainerState
+from rpipe.runtime.messages import EnginesUp, Standing, Stop, TrainerState
 from rpipe.runtime.rundir import RunDir
-from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, serve_store, side_group
 from rpipe.runtime.stop import STOPPED
 from rpipe.runtime.world import World, quiet_barrier, role_world
 from rpipe.training.driver import ROLLOUT, TrainingDriver
-from rpipe.training.trainer import cut
+from rpipe.training.publish import Publisher
+from rpipe.training.snapshot import Snapshots
 from rpipe.training.worker import POLL_S, TrainingWorker
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from rpipe.training.megatron import MegatronTrainer
 
 
@@ -56,10 +55,12 @@ def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: M
     batches = Channel(None, devices.select("cpu"))  # over the role's world, which carries host tensors by gloo
     if groups is None:
         return worker.serve(mailbox, batches)
-    worker.weights = open_broadcast(config, world, mailbox, trainer, start)
+    _wait_for_engines(config, mailbox)
+    worker.publisher = open_publisher(config, world, run_dir, trainer)
+    mailbox.send(ROLLOUT, Standing(start["iteration"], start["cursor"]))
     reason = TrainingDriver(config, worker, log, mailbox, groups, batches).run(start["iteration"], start["cursor"])
     groups.close()
-    leave(worker.weights)
+    worker.publisher.close()
     return reason
 
 
@@ -148,22 +149,13 @@ def _beating(batches: Iterator[Sequences], mailbox: Mailbox, world: World) -> It
         yield batch
 
 
-def open_broadcast(
-    config: Config, world: World, mailbox: Mailbox, trainer: MegatronTrainer, start: dict[str, Any]
-) -> dist.ProcessGroup:
-    """Wait for the engines, then meet all their workers in one group: rank 0 is this one."""
-    _wait_for_engines(config, mailbox)
-    address = world.address(config.cluster.interface)
-    store = serve_store(address, config.limits.collective_s)
-    size = 1 + config.engines * config.engine.tp
-    buckets = tuple(
-        tuple(TensorEntry(*spec) for spec in bucket)
-        for bucket in cut(trainer.weight_specs(), config.channel.weight_bucket_bytes)
-    )
-    join = Join(address, store.port, size, config.backend, buckets)
-    mailbox.send(ROLLOUT, Rendezvous(join, start["iteration"], start["cursor"]))
-    mailbox.drain(config.limits.message_s)
-    return side_group(address, store.port, size, 0, WEIGHTS_GROUP, config.backend, config.limits.collective_s, store)
+def open_publisher(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer) -> Publisher:
+    """Through which all versions go to the engines, and to the disk."""
+    for left in run_dir.path.glob("attempt-*/snapshots"):  # of attempts that were killed
+        shutil.rmtree(left, ignore_errors=True)
+    source, limit_s = run_dir.model_of(config), config.limits.collective_s
+    snapshots = Snapshots(run_dir.snapshot if config.engine.restarts else None, source, config.dtype, limit_s)
+    return Publisher(config, world.address(config.cluster.interface), trainer.weight_specs(), snapshots)
 
 
 def _wait_for_engines(config: Config, mailbox: Mailbox) -> None:

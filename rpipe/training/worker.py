@@ -6,7 +6,8 @@ messages; the others do nothing else.
     waits for            unblocked by                          bounded by
     the next work        the training coordinator              limits.message_s
     a gradient's peers   the other training ranks              limits.collective_s
-    a weight broadcast   the engines (coordinator's rank)      limits.collective_s
+    engines to take      the engines (coordinator's rank)      engine.stall_deadline_s, then without that engine
+    weights
 """
 
 from __future__ import annotations
@@ -27,22 +28,21 @@ from rpipe.core.events import (
     StopTraining,
     TrainMicroBatch,
 )
-from rpipe.core.types import Sequences
+from rpipe.core.types import Sequences, Version
 from rpipe.runtime import checkpoints
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, unpack
 from rpipe.runtime.claim import require
 from rpipe.runtime.mailbox import Mailbox
-from rpipe.runtime.messages import BatchDone, Work
+from rpipe.runtime.messages import BatchDone, Published, Work
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.world import World
 from rpipe.training.trainer import StepStats, Trainer
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from rpipe.training.publish import Publisher
 
 POLL_S = 0.001
-BLAME_S = 3.0
 
 
 @dataclass(slots=True)
@@ -53,16 +53,17 @@ class Outcome:
     ended_t: float
     stats: StepStats | None = None
     nbytes: int = 0
+    published: Published | None = None
     path: str = ""
 
 
 class TrainingWorker:
-    """`weights` is the broadcast group, on the coordinator's rank only."""
+    """`publisher` is set on the coordinator's rank only."""
 
-    def __init__(
-        self, config: Config, world: World, run_dir: RunDir, trainer: Trainer, weights: dist.ProcessGroup | None = None
-    ) -> None:
-        self.config, self.world, self.run_dir, self.trainer, self.weights = config, world, run_dir, trainer, weights
+    publisher: Publisher | None = None
+
+    def __init__(self, config: Config, world: World, run_dir: RunDir, trainer: Trainer) -> None:
+        self.config, self.world, self.run_dir, self.trainer = config, world, run_dir, trainer
         self.device = devices.current(config.cluster.accelerator)
         replicas = world.role_comm.allgather(trainer.replica)
         self.members = [[rank for rank, r in enumerate(replicas) if r == replica] for replica in range(trainer.replicas)]
@@ -78,8 +79,8 @@ class TrainingWorker:
                 self.trainer.accumulate(micro_batches(batch, work.command.cuts))
             case FinishStep():
                 outcome.stats = self.trainer.finish_step()
-            case PublishWeights():
-                outcome.nbytes = self._publish()
+            case PublishWeights(version=version):
+                outcome.published, outcome.nbytes = self._publish(version)
             case SaveCheckpoint(iteration=iteration, version=version):
                 outcome.path = self._save(iteration, version, work.cursor)
             case StopTraining(reason=reason):
@@ -93,6 +94,7 @@ class TrainingWorker:
     def serve(self, mailbox: Mailbox, channel: Channel) -> str:
         """The loop of a rank that is not the coordinator; returns why training stopped."""
         queue: deque[Work] = deque()
+        self.world.waits = lambda: [f"{len(queue)} pieces of work follow; else it waits for the next", *mailbox.states()]
         while True:
             for _, message in mailbox.poll():
                 assert isinstance(message, Work)
@@ -115,23 +117,14 @@ class TrainingWorker:
         """Whether this rank speaks for the replica."""
         return self.world.role_rank == self.members[replica][0]
 
-    def _publish(self) -> int:
-        """Broadcast every weight to the engines, bucket by bucket, in the one order; bytes sent."""
-        import torch.distributed as dist
-
-        nbytes = 0
-        for bucket in self.trainer.weight_buckets(self.config.channel.weight_bucket_bytes):
-            if self.weights is None:
-                continue
-            tensors = [tensor.contiguous() for _, tensor in bucket]
-            try:
-                for handle in [dist.broadcast(t, group=self.weights, group_src=0, async_op=True) for t in tensors]:
-                    handle.wait()
-            except RuntimeError as error:
-                time.sleep(BLAME_S)  # whoever owns the engine knows better, and says so first
-                raise RuntimeError(f"the broadcast of weights to the engines broke off: {error}") from None
-            nbytes += sum(t.nbytes for t in tensors)
-        return nbytes
+    def _publish(self, version: Version) -> tuple[Published | None, int]:
+        """Every weight, bucket by bucket in the one order. What came of it and the model's bytes, where the publisher is."""
+        buckets = self.trainer.weight_buckets(self.config.channel.weight_bucket_bytes)
+        if self.publisher is not None:
+            return self.publisher.publish(version, buckets)
+        for _ in buckets:  # its tensor-parallel peers
+            pass
+        return None, 0
 
     def _save(self, iteration: int, version: int, cursor: int) -> str:
         """Written under this attempt's own name, given its place while the run dir is still this attempt's."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from rpipe.core.eventlog import records
@@ -35,6 +36,13 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
     for name, section in sections.items():
         base[name] = {**base.get(name, {}), **section}
     return base
+
+
+def real(**sections: Any) -> dict[str, Any]:
+    """A job on SGLang instead of the scripted engine."""
+    tree = config(**sections)
+    tree["engine"] = {"kv_tokens": 8192, "max_running": 8, "stream_interval_tokens": 4, **sections.get("engine", {})}
+    return tree
 
 
 def random_after_a_while(prompt: str, response: str, answer: str, metadata: dict[str, Any]) -> float:
@@ -71,3 +79,53 @@ def events(run_dir: Path, rank: int, kind: str, attempt: int = 1) -> list[dict[s
 
 def report(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "report.json").read_text())  # type: ignore[no-any-return]
+
+
+def weights(run_dir: Path) -> bytes:
+    """The final ones, to the bit."""
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
+
+
+# ---- jobs that run while the test acts
+
+
+def started(tmp_path: Path, *overrides: str, tree: Any = None, training_rank: int = 1) -> tuple[subprocess.Popen[str], Path]:
+    """A job in its first iterations, by default one that will not end by itself soon."""
+    tree = tree or real(run={"iterations": 500, "seed": 1})
+    path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(tree))
+    job = subprocess.Popen(
+        command(path, run_dir, *overrides), cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    log = run_dir / "attempt-1" / "events" / f"rank{training_rank:05d}.jsonl"
+    end = time.monotonic() + 150
+    while not (log.exists() and log.read_text().count('"StepDone"') >= 2):
+        assert job.poll() is None, job.stdout.read() if job.stdout else ""
+        assert time.monotonic() < end, "the job did not reach its second step"
+        time.sleep(0.1)
+    return job, run_dir
+
+
+def ends(job: subprocess.Popen[str], members: list[psutil.Process], within_s: float = 30.0) -> str:
+    """What it printed; nothing of it may be left."""
+    began = time.monotonic()
+    text, _ = job.communicate(timeout=within_s)
+    assert time.monotonic() - began < within_s
+    left = [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not left, left
+    return text
+
+
+def members(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    found = psutil.Process(job.pid).children(recursive=True)
+    assert len(found) >= 3, found  # mpirun, two ranks; the engine's processes
+    return found
+
+
+def rank(processes: list[psutil.Process], number: int) -> psutil.Process:
+    return next(
+        p
+        for p in processes
+        if p.environ().get("OMPI_COMM_WORLD_RANK") == str(number) and "rpipe.train" in " ".join(p.cmdline())
+    )

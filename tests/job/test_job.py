@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from rpipe.runtime.dump import read_trajectories
-from tests.job.jobs import ROOT, command, config, environment, events, report, train
-
-
-def real(**sections):
-    """A job on SGLang instead of the scripted engine."""
-    tree = config(**sections)
-    tree["engine"] = {"kv_tokens": 8192, "max_running": 8, "stream_interval_tokens": 4, **sections.get("engine", {})}
-    return tree
+from tests.job.jobs import config, ends, events, members, rank, real, report, started, train, weights
 
 
 @pytest.fixture(scope="module")
@@ -124,50 +113,6 @@ def test_a_two_wide_engine_and_a_tensor_parallel_trainer_agree(tmp_path):
 # ---- how a job ends
 
 
-def started(tmp_path: Path, *overrides: str, tree: Any = None) -> tuple[subprocess.Popen[str], Path]:
-    """A job in its first iterations, by default one that will not end by itself soon."""
-    import yaml
-
-    tree = tree or real(run={"iterations": 500, "seed": 1})
-    path, run_dir = tmp_path / "run.yaml", tmp_path / "run"
-    path.write_text(yaml.safe_dump(tree))
-    job = subprocess.Popen(
-        command(path, run_dir, *overrides), cwd=ROOT, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    log = run_dir / "attempt-1" / "events" / "rank00001.jsonl"
-    end = time.monotonic() + 150
-    while not (log.exists() and log.read_text().count('"StepDone"') >= 2):
-        assert job.poll() is None, job.stdout.read() if job.stdout else ""
-        assert time.monotonic() < end, "the job did not reach its second step"
-        time.sleep(0.1)
-    return job, run_dir
-
-
-def ends(job: subprocess.Popen[str], members: list[psutil.Process], within_s: float = 30.0) -> str:
-    """What it printed; nothing of it may be left."""
-    began = time.monotonic()
-    text, _ = job.communicate(timeout=within_s)
-    assert time.monotonic() - began < within_s
-    left = [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not left, left
-    return text
-
-
-def members(job: subprocess.Popen[str]) -> list[psutil.Process]:
-    found = psutil.Process(job.pid).children(recursive=True)
-    assert len(found) >= 3, found  # mpirun, two ranks; the engine's processes
-    return found
-
-
-def rank(processes: list[psutil.Process], number: int) -> psutil.Process:
-    return next(
-        p
-        for p in processes
-        if p.environ().get("OMPI_COMM_WORLD_RANK") == str(number) and "rpipe.train" in " ".join(p.cmdline())
-    )
-
-
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_job_at_a_safe_point_with_a_checkpoint_and_one_line(tmp_path, number, code):
     job, run_dir = started(tmp_path)
@@ -188,8 +133,7 @@ def test_usr2_stops_the_job_and_started_again_it_ends_as_if_never_stopped(tmp_pa
     text = ends(job, members(job))
     assert job.returncode == 75 and "stopped at a safe point" in text, text
     train(run_dir, tree)
-    weights = [(folder / "hf" / "model.safetensors").read_bytes() for folder in (tmp_path / "whole", run_dir)]
-    assert weights[0] == weights[1]
+    assert weights(tmp_path / "whole") == weights(run_dir)
     assert sorted({e["group"] for n in (1, 2) for e in events(run_dir, 1, "GroupArrived", n)}) == list(range(96))
 
 
@@ -204,8 +148,8 @@ def test_a_killed_rank_ends_the_job_with_one_line_that_names_it(tmp_path, victim
     assert len(lines) == 1 and f"rank {victim}" in lines[0] and role in lines[0] and "signal 9" in lines[0], text
 
 
-def test_a_dead_engine_ends_the_job_with_one_line_that_names_it(tmp_path):
-    job, _ = started(tmp_path)
+def test_where_no_restart_is_wanted_a_dead_engine_ends_the_job_with_one_line_that_names_it(tmp_path):
+    job, _ = started(tmp_path, "engine.restarts=0")
     processes = members(job)
     engine = next(p for p in processes if "scheduler" in " ".join(p.cmdline()) or "scheduler" in p.name())
     engine.kill()

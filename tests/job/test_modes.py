@@ -16,7 +16,7 @@ from rpipe.control.rollout import RolloutCoordinator
 from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
 from rpipe.core.eventlog import steps
-from tests.job.jobs import config, events, report, train
+from tests.job.jobs import config, events, report, train, weights
 from tests.job.mpi import run_mpi
 
 
@@ -35,10 +35,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         train(found[name], tree)
     return found
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def arrival(run_dir: Path) -> list[int]:

@@ -28,7 +28,7 @@ from rpipe.rollout.engine import Chunk, EngineError, Sampling, TensorSpec, TurnR
 from rpipe.rollout.sglang_engine import SglangEngine
 from rpipe.rollout.sglang_server import free_port
 from rpipe.runtime import child
-from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, side_group
+from rpipe.runtime.side_group import leave, side_group, weights_group
 
 pytestmark = pytest.mark.timeout(400)  # an engine starts in 13 s on two quiet cores, and in minutes on busy ones
 EOS, VOCABULARY = 1, 128
@@ -82,8 +82,9 @@ class Served:
     async def _send(self, tensors: list[tuple[str, torch.Tensor]], buckets: int, version: int) -> None:
         if self.group is None:
             port, world = free_port(), 1 + self.engine.config.engine.tp
-            meet = asyncio.to_thread(side_group, "127.0.0.1", port, world, 0, WEIGHTS_GROUP, "gloo", 60.0)
-            self.group, _ = await asyncio.gather(meet, self.engine.join_update_group("127.0.0.1", port, 1, world, "gloo"))
+            name = weights_group(self.engine.index, 0)
+            meet = asyncio.to_thread(side_group, "127.0.0.1", port, world, 0, name, "gloo", 60.0)
+            self.group, _ = await asyncio.gather(meet, self.engine.join_update_group("127.0.0.1", port, world, "gloo", name))
         await self.engine.begin_update()
         for i in range(buckets):
             bucket = tensors[i::buckets]
@@ -341,13 +342,6 @@ def test_a_broadcast_in_two_buckets_changes_the_output_the_version_and_empties_t
     assert ids(fresh(collect(fresh.engine, request("b3", prompt, 30, temperature=0.0, ignore_eos=True)))) != ids(before)
 
 
-def test_the_update_group_can_be_made_anew(fresh: Served) -> None:
-    fresh.send(dict(fresh.net.state_dict()))
-    fresh.leave()  # as when an engine beside this one was restarted
-    version = fresh.send(dict(fresh.net.state_dict()))
-    assert fresh(collect(fresh.engine, request("n", [5, 6], 3)))[-1].version == version
-
-
 def test_weights_changed_in_a_pause_split_the_versions_exactly(fresh: Served) -> None:
     prompt = prompts(1)[0]
     torch.manual_seed(2)
@@ -425,7 +419,6 @@ def test_an_interpreter_without_sglang_is_named(model: SimpleNamespace, tmp_path
 def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly(
     model: SimpleNamespace, tmp_path: Path, served: Served
 ) -> None:
-    served.leave()  # a process is in one group of that name
     served = Served(make(model, tmp_path, 1, tp=2), model.net)
     try:
         prompt = prompts(1)[0]

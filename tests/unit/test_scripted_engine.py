@@ -245,8 +245,8 @@ def test_released_memory_must_be_taken_back_and_filled_before_the_next_request()
 
 TRAINER = """
 import os, sys, torch, torch.distributed as dist
-from rpipe.runtime.side_group import WEIGHTS_GROUP, leave, side_group
-group = side_group("127.0.0.1", int(sys.argv[1]), 2, 0, WEIGHTS_GROUP, timeout_s=90)
+from rpipe.runtime.side_group import leave, side_group
+group = side_group("127.0.0.1", int(sys.argv[1]), 2, 0, "weights", timeout_s=90)
 for tensor in (torch.arange(6.0).reshape(2, 3), torch.ones(5, dtype=torch.bfloat16)):
     dist.broadcast(tensor, src=0, group=group)
 leave(group)
@@ -270,7 +270,7 @@ def test_it_joins_the_real_broadcast_beside_any_default_world(default_world):
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
             await asyncio.sleep(0.1)
-        await e.join_update_group("127.0.0.1", port, 1, 2, "gloo")
+        await e.join_update_group("127.0.0.1", port, 2, "gloo", "weights")
         await e.receive_bucket([TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (5,))])
         assert (e.weights.tensors, e.weights.nbytes) == (2, 6 * 4 + 5 * 2)
         await e.stop()

@@ -162,22 +162,6 @@ async def collect(e: SglangEngine, name: str = "r") -> list[Chunk]:
     return [c async for c in e.generate(TurnRequest(name, [5], Sampling(max_new_tokens=9)))]
 
 
-def test_a_silent_server_is_a_stall_and_a_paused_one_is_not(tmp_path: Path):
-    async def generate(request: web.Request) -> web.StreamResponse:
-        return await stream(request, [event([5], 1)], then_s=30)
-
-    async def work(e: SglangEngine, aborts: list[str]) -> None:
-        e._paused = True
-        task = asyncio.create_task(collect(e))
-        await asyncio.sleep(1.0)
-        assert not task.done()
-        e._paused = False
-        with pytest.raises(EngineError, match=r"no token of any of 1 requests for 0\.5 s \(engine\.stall_deadline_s\)"):
-            await task
-
-    asyncio.run(with_server(generate, tmp_path, work, stall_deadline_s=0.5))
-
-
 def test_a_lost_connection_and_an_early_end_are_engine_errors(tmp_path: Path):
     async def generate(request: web.Request) -> web.StreamResponse:
         name = (await request.json())["rid"]
