@@ -78,8 +78,9 @@ def main(argv: Sequence[str]) -> int:
             raise RunError("--json, --csv, --timeline and --trace want one run")
         if asked.iteration is not None and not asked.timeline:
             raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
-        pages = _pages(asked.runs, asked.html)
-        reports = [page["report"] for page in pages] or [_report(run) for run in asked.runs]
+        names = _names(asked.runs)
+        pages = _pages(asked.runs, names, asked.html)
+        reports = [page["report"] for page in pages] or [foreign(*one) or report(*one) for one in zip(asked.runs, names)]
         if asked.csv:
             _write_csv(asked.csv, reports[0])
         if asked.trace:
@@ -108,11 +109,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         _show(console, reports[0])
     return 0
-
-
-def _report(run: Path) -> Report:
-    """Of a run dir, or of another system's log."""
-    return foreign(run, run.name) or report(run, _name(run))
 
 
 def write(run_dir: Path) -> str:
@@ -171,6 +167,12 @@ def _name(run: Path) -> str:
         return str(tree["run"]["name"])
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return run.resolve().name
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Of each run or log; where two have the same, with their directories."""
+    names = [_name(run) if run.is_dir() else run.name for run in runs]
+    return [name if names.count(name) == 1 else f"{name} ({run.resolve().name})" for name, run in zip(names, runs)]
 
 
 def _f(value: Any, spec: str) -> str:
@@ -271,7 +273,7 @@ def _ratio(figures: list[Any]) -> list[str]:
     return [f"{second / first:.3f}" if first and second is not None else "-"]
 
 
-def _pages(runs: Sequence[Path], wanted: Path | None) -> list[Report]:
+def _pages(runs: Sequence[Path], names: Sequence[str], wanted: Path | None) -> list[Report]:
     """What the page shows of each run, its report among it; nothing where no page is wanted."""
     if wanted is None:
         return []
@@ -281,8 +283,8 @@ def _pages(runs: Sequence[Path], wanted: Path | None) -> list[Report]:
         raise RunError("--html wants a FILE where two runs are compared")
     from rpipe.analysis.page_data import of_report, of_run
 
-    told = [foreign(run, run.name) for run in runs]
-    return [of_report(one) if one is not None else of_run(run, _name(run)) for one, run in zip(told, runs)]
+    told = [foreign(run, name) for run, name in zip(runs, names)]
+    return [of_report(one) if one is not None else of_run(run, name) for one, run, name in zip(told, runs, names)]
 
 
 def _write_page(target: Path, runs: Sequence[Path], pages: list[Report]) -> None:

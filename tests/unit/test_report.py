@@ -136,6 +136,13 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(a), str(b), "--json"]) == 2
 
 
+def test_two_runs_of_one_name_are_told_apart_by_their_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    a, b = make_run(tmp_path / "a", 2), make_run(tmp_path / "b", 3)
+    assert main([str(a), str(b), "--html", str(tmp_path / "x.html")]) == 0
+    assert "<h1>tidy (a) against tidy (b)</h1>" in (tmp_path / "x.html").read_text()
+    assert "tidy (a)" in capsys.readouterr().out
+
+
 def test_a_run_that_began_no_iteration_yet_still_has_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = make_run(tmp_path / "a", 0)
     log = EventLog(run / "attempt-1" / "events", 0)

@@ -35,11 +35,12 @@ const missing = (value) => value === null || value === undefined;
 function seconds(value) {
   if (missing(value)) return "–";
   const size = Math.abs(value);
+  if (size === 0) return "0 s";
   if (size >= 7200) return `${(value / 3600).toFixed(1)} h`;
   if (size >= 600) return `${(value / 60).toFixed(1)} min`;
   if (size >= 100) return `${value.toFixed(0)} s`;
   if (size >= 1) return `${value.toFixed(2)} s`;
-  return size >= 0.001 || size === 0 ? `${(value * 1000).toFixed(size < 0.01 ? 1 : 0)} ms` : `${(value * 1e6).toFixed(0)} µs`;
+  return size >= 0.001 ? `${(value * 1000).toFixed(size < 0.01 ? 1 : 0)} ms` : `${(value * 1e6).toFixed(0)} µs`;
 }
 
 const percent = (value) => (missing(value) ? "–" : `${(value * 100).toFixed(0)} %`);
