@@ -13,6 +13,7 @@ const COLUMNS = [
   ["groups_dropped", "dropped", whole],
   ["trajectories", "trajectories", whole],
   ["generated_tokens", "tokens", whole],
+  ["pipeline_bubble", "bubble", (v) => (v ? percent(v) : "–")],
   ["reward_mean", "reward", (v) => fixed(v, 3)],
   ["logprob_gap_mean", "log-prob gap", short],
 ];
@@ -172,7 +173,7 @@ function table() {
   const into = byId("table");
   RUNS.forEach((run, i) => {
     if (TWO) into.append(element("h3", { class: i ? "run-b" : "run-a" }, run.name));
-    const columns = COLUMNS.filter(([key]) => rowsOf(run).some((row) => !missing(row[key])));
+    const columns = COLUMNS.filter(([key, , format]) => rowsOf(run).some((row) => format(row[key] ?? null) !== "–"));
     const head = element("tr", {}, ...columns.map(([, title]) => element("th", {}, title)));
     const body = element("tbody");
     for (const row of rowsOf(run)) {
