@@ -19,15 +19,15 @@ and, later, in the simulator; replaying a log's events gives the same commands.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
-from rpipe.control.engines import OUT_OF_SERVICE, Engines
+from rpipe.control.engines import OUT_OF_SERVICE
 from rpipe.control.load import Meter
 from rpipe.control.selection import Selection
 from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
+from rpipe.control.turns import Turns
 from rpipe.core.events import (
-    AbortTurn,
     ConfirmWeights,
     DeadlinePassed,
     DropGroup,
@@ -53,7 +53,6 @@ from rpipe.core.events import (
     RolloutRequested,
     ScoreTrajectory,
     SendGroup,
-    SendTurn,
     ServingComplete,
     StepTrained,
     StopRequested,
@@ -63,10 +62,10 @@ from rpipe.core.events import (
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, TrajectoryId, Version
+from rpipe.core.types import GroupId, Version
 from rpipe.policy.admission import Admission
 from rpipe.policy.advantage import Advantage, shuffled, zero_variance
-from rpipe.policy.placement import Loads, Placement
+from rpipe.policy.placement import Placement
 
 BYTES_PER_TOKEN = 9  # of a group on the channel: id 4, mask 1, log-prob 4
 BYTES_PER_TRAJECTORY = 16
@@ -109,15 +108,12 @@ class RolloutCoordinator:
         self.iteration = -1
         self.purpose: Purpose = "train"
         self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
-        self.in_flight = Loads([0] * settings.engines)  # trajectories on each engine
-        self.engines = Engines(settings.engines)
+        self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
+        self.turns = Turns(settings.engines, settings.placement, settings.trajectory_deadline_s, self._meter)
+        self.engines = self.turns.engines
         self._confirmed: Version = -1  # the newest that the trainer knows to be held
         self._deferred: deque[GroupRecord] = deque()  # in submission order
         self._in_service: dict[GroupId, GroupRecord] = {}
-        self._running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
-        self._interrupted: dict[TrajectoryId, TrajectoryRecord] = {}  # their engine was lost and they wait for another
-        # Of those that started and were not cut, soonest first. Ordered: a dict's first item is O(what was removed before it).
-        self._deadlines_t: OrderedDict[TrajectoryId, float] = OrderedDict()
         self._unreceived_bytes: dict[GroupId, int] = {}
         self._queued_bytes = 0  # their sum
         self._evaluated: Version = -1
@@ -127,7 +123,6 @@ class RolloutCoordinator:
         self._order: list[GroupRecord] = []  # the same groups, by submission order
         self._ending = False  # nothing more is needed
         self._surplus = 0  # groups not needed of which something is awaited
-        self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
 
     def on(self, event: RolloutEvent) -> list[RolloutCommand]:
         if self.done:
@@ -136,7 +131,8 @@ class RolloutCoordinator:
             case TurnFinished():
                 return self._turn_finished(event)
             case TurnStarted():
-                return self._turn_started(event)
+                self.turns.started(event, self.groups[event.trajectory.group])
+                return []
             case TrajectoryScored():
                 return self._scored(event)
             case GroupFiltered():
@@ -163,7 +159,7 @@ class RolloutCoordinator:
             case EngineRestarted():
                 return self._engine_restarted(event)
             case DeadlinePassed():
-                return self._deadline(event)
+                return [*self.turns.overdue(event.t)]
             case StopRequested():
                 self.done = True
                 return [FinishRun(reason=event.reason)]
@@ -171,7 +167,7 @@ class RolloutCoordinator:
     @property
     def next_deadline_t(self) -> float | None:
         """When DeadlinePassed is due, or None."""
-        return next(iter(self._deadlines_t.values()), None)
+        return self.turns.next_deadline_t
 
     @property
     def groups_in_service(self) -> int:
@@ -185,10 +181,10 @@ class RolloutCoordinator:
         """What has not happened yet, for the message of a wait that ended."""
         if self.engines.updating:
             return f"engines {sorted(self.engines.updating)} to hold weights of version {self.version}"
-        if self._running:
-            trajectory, record = next(iter(self._running.items()))
-            return f"trajectory {trajectory} on engine {record.engine} (and {len(self._running) - 1} others)"
-        if self._interrupted or (self.groups and not self.engines.serving):
+        if running := self.turns.running:
+            trajectory, record = next(iter(running.items()))
+            return f"trajectory {trajectory} on engine {record.engine} (and {len(running) - 1} others)"
+        if self.turns.interrupted or (self.groups and not self.engines.serving):
             return "an engine to be started again"
         unscored = [g.group for g in self.groups.values() if g.state is GroupState.SERVED]
         if unscored:
@@ -201,7 +197,7 @@ class RolloutCoordinator:
 
     def _offered(self, event: WeightsOffered) -> list[RolloutCommand]:
         assert event.version > self.version, f"weights of version {event.version} offered after {self.version}"
-        assert not self._running and not self._interrupted, "weights offered while trajectories run"
+        assert not self.turns.running and not self.turns.interrupted, "weights offered while trajectories run"
         assert not self.engines.updating, "weights offered while others are on their way"
         self.version = event.version
         return [UpdateEngine(engine=engine, version=event.version) for engine in self.engines.offered()]
@@ -209,7 +205,7 @@ class RolloutCoordinator:
     def _updated(self, event: EngineUpdated) -> list[RolloutCommand]:
         assert event.version == self.version, f"engine {event.engine} holds version {event.version}, not {self.version}"
         self.engines.updated(event.engine)
-        self.in_flight[event.engine] = 0
+        self.turns.in_flight[event.engine] = 0
         return self._confirm()
 
     def _confirm(self) -> list[RolloutCommand]:
@@ -239,7 +235,7 @@ class RolloutCoordinator:
 
     def _requested(self, event: RolloutRequested) -> list[RolloutCommand]:
         assert event.version == self.version, f"rollout of version {event.version} on engines of version {self.version}"
-        still = self._running or self._interrupted or self._deferred
+        still = self.turns.running or self.turns.interrupted or self._deferred
         assert not still, "a rollout was requested while another one runs"
         self.iteration, self.purpose = event.iteration, event.purpose
         self._sent = self._dropped = 0
@@ -293,32 +289,8 @@ class RolloutCoordinator:
             group = self._deferred.popleft()
             group.become(GroupState.IN_SERVICE)
             self._in_service[group.group] = group
-            commands += self._send(group)
+            commands += self.turns.place(group, self.version)
         return commands
-
-    def _send(self, group: GroupRecord) -> list[RolloutCommand]:
-        commands: list[RolloutCommand] = []
-        sibling: int | None = None
-        for index in range(len(group.trajectories)):
-            command = self._place(group, index, sibling)
-            sibling = command.engine
-            commands.append(command)
-        return commands
-
-    def _place(self, group: GroupRecord, index: int, sibling: int | None) -> SendTurn:
-        record = group.trajectory(index, TrajectoryState.RUNNING)
-        record.engine = self.settings.placement.place(self.in_flight, sibling)
-        self.in_flight[record.engine] += 1
-        self._meter.sent(group.prompt_tokens)
-        trajectory = TrajectoryId(group.group, index)
-        self._running[trajectory] = record
-        return SendTurn(
-            trajectory=trajectory,
-            engine=record.engine,
-            priority=-group.order,
-            version=self.version,
-            prefix_tokens=record.prefix_tokens,
-        )
 
     def _turn_finished(self, event: TurnFinished) -> list[RolloutCommand]:
         trajectory = event.trajectory
@@ -328,13 +300,7 @@ class RolloutCoordinator:
                 f" the rollout's is {self.version}"
             )
         group = self.groups[trajectory.group]
-        record = group.trajectory(trajectory.sample, TrajectoryState.GENERATED)
-        record.output_tokens = event.output_tokens
-        del self._running[trajectory]
-        self._deadlines_t.pop(trajectory, None)
-        self.in_flight[record.engine] -= 1
-        self._meter.finished(group.prompt_tokens)
-        group.unfinished -= 1
+        self.turns.finished(event, group)
         if group.surplus:
             return self._settle(group)
         self._meter.responded(event.output_tokens)
@@ -446,13 +412,7 @@ class RolloutCoordinator:
         for group in groups:
             group.surplus = True
             self._in_service.pop(group.group, None)
-            for index, record in enumerate(group.trajectories):
-                trajectory = TrajectoryId(group.group, index)
-                if record.state is TrajectoryState.RUNNING:
-                    self._deadlines_t.pop(trajectory, None)
-                    commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
-                elif self._interrupted.pop(trajectory, None):
-                    group.unfinished -= 1
+            commands += self.turns.cut(group)
             self._surplus += 1
             if group.state is GroupState.DEFERRED:
                 if group in self._deferred:  # else an interrupted attempt had finished it
@@ -479,65 +439,28 @@ class RolloutCoordinator:
             EndRollout(iteration=self.iteration, version=self.version, groups_sent=self._sent, groups_dropped=self._dropped)
         ]
 
-    # ---- deadlines
-
-    def _turn_started(self, event: TurnStarted) -> list[RolloutCommand]:
-        record = self._running[event.trajectory]
-        if self.groups[event.trajectory.group].surplus:
-            return []
-        allowed_s = self.settings.trajectory_deadline_s if record.remaining_s is None else record.remaining_s
-        self._deadlines_t[event.trajectory] = event.t + allowed_s
-        if record.remaining_s is not None:  # it goes on after a loss: its deadline is not the last one
-            self._deadlines_t = OrderedDict(sorted(self._deadlines_t.items(), key=lambda item: (item[1], item[0])))
-        return []
-
-    def _deadline(self, event: DeadlinePassed) -> list[RolloutCommand]:
-        commands: list[RolloutCommand] = []
-        while (due_t := self.next_deadline_t) is not None and due_t <= event.t:
-            trajectory, _ = self._deadlines_t.popitem(last=False)
-            record = self._running[trajectory]
-            record.cut = True
-            commands.append(AbortTurn(trajectory=trajectory, engine=record.engine))
-        return commands
-
     # ---- engines that are lost and come back
 
     def _engine_lost(self, event: EngineLost) -> list[RolloutCommand]:
         losses = self.engines.lose(event.engine)
-        self.in_flight[event.engine] = OUT_OF_SERVICE
+        self.turns.in_flight[event.engine] = OUT_OF_SERVICE
         made = {prefix.trajectory: prefix.output_tokens for prefix in event.prefixes}
-        lost = [t for t, record in self._running.items() if record.engine == event.engine]
-        for trajectory in lost:
-            self._interrupt(trajectory, made.get(trajectory, 0), event.t)
+        surplus = self.turns.interrupt(event.engine, made, self.groups, event.t)
         allowed = self.settings.engine_restarts
         if losses > allowed:
             self.done = True
             again = f"; lost {losses} times in a row (engine.restarts = {allowed})" if allowed else ""
             return [GiveUp(reason=event.reason + again)]
         commands: list[RolloutCommand] = [RestartEngine(engine=event.engine, version=self.version)]
-        for trajectory in lost:
-            if (group := self.groups[trajectory.group]).surplus:
-                del self._interrupted[trajectory]
-                group.unfinished -= 1
-                commands += self._settle(group)
+        for group in surplus:
+            commands += self._settle(group)
         return [*commands, *self._start_outdated(), *self._go_on()]
-
-    def _interrupt(self, trajectory: TrajectoryId, made_tokens: int, t: float) -> None:
-        """Same version elsewhere, so still on-policy. The time until it runs again is not the trajectory's."""
-        record = self.groups[trajectory.group].trajectory(trajectory.sample, TrajectoryState.INTERRUPTED)
-        del self._running[trajectory]
-        deadline_t = self._deadlines_t.pop(trajectory, None)
-        if deadline_t is not None or record.cut:
-            record.remaining_s = 0.0 if deadline_t is None else max(0.0, deadline_t - t)
-        record.prefix_tokens += made_tokens
-        self._meter.finished(self.groups[trajectory.group].prompt_tokens)
-        self._interrupted[trajectory] = record
 
     def _engine_restarted(self, event: EngineRestarted) -> list[RolloutCommand]:
         current = event.version == self.version >= 0
         self.engines.back(event.engine, current)
         if current:
-            self.in_flight[event.engine] = 0
+            self.turns.in_flight[event.engine] = 0
         return [*self._start_outdated(), *self._go_on()]
 
     def _start_outdated(self) -> list[RolloutCommand]:
@@ -550,7 +473,4 @@ class RolloutCoordinator:
         """What an engine's loss or return makes possible."""
         if not self.engines.serving:
             return []
-        commands = self._confirm()
-        interrupted, self._interrupted = self._interrupted, {}
-        commands += [self._place(self.groups[t.group], t.sample, None) for t in interrupted]
-        return [*commands, *self._admit()]
+        return [*self._confirm(), *self.turns.resume(self.groups, self.version), *self._admit()]

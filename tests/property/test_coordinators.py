@@ -111,7 +111,12 @@ def test_the_first_groups_kept_as_submitted_are_trained_whatever_finishes_first(
     """6 are wanted of at most 11; a group id modulo what one iteration may draw is its submission order."""
     policy = {"admission": admission(width), "refill_groups": refill, "over_sampling_groups": ahead}
     policy |= {"filter_function": "a:b"} if hook else {"drop_zero_variance": True}
-    run = PureJob(rollout_settings(**policy), training_settings(mode=mode), groups=6, samples=4, choose=choice(data))
+    choose = choice(data)
+    lost = {choose(250): choose(2) for _ in range(choose(8))}  # engines, at some moments
+    run = PureJob(
+        rollout_settings(**policy, engine_restarts=1000), training_settings(mode=mode),
+        groups=6, samples=4, choose=choose, lose=lost.get,
+    )  # fmt: skip
     most = run.most_groups
     if hook:
         run.keeps = lambda group: group % most not in dull
