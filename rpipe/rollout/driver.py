@@ -222,7 +222,7 @@ class RolloutDriver:
     def _waits(self) -> list[str]:
         """For a person who looks at a job that hangs."""
         now_t, deadline_t = self._world.clock(), self.coordinator.next_deadline_t
-        flights = [self.coordinator.in_flight[engine] for engine in range(self.config.engines)]
+        flights = [self.coordinator.turns.in_flight[engine] for engine in range(self.config.engines)]
         return [
             f"waits for {self._waiting_for()}",
             f"iteration {self.coordinator.iteration}, version {self.coordinator.version}, {self.coordinator.purpose}",
