@@ -12,14 +12,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from rpipe import config as configs
 from rpipe.analysis.run import RunError
-from rpipe.config import Config, ConfigError
+from rpipe.config import ConfigError
 from rpipe.sim.fit import FitError, profile
 from rpipe.sim.observe import observe
+from rpipe.sim.refine import refine
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,12 +34,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--name", default="calibrated", help="what the profile is called")
     asked = parser.parse_args(list(argv))
     try:
-        made = [configs.load(run / "config.yaml") for run in asked.runs]
+        made = [_config(run) for run in asked.runs]
         _alike(asked.runs, made)
         seen = [attempt for run in asked.runs for attempt in observe(run)]
         cores = _shared_cores(asked.runs, made)
         source = f"rpipe calibrate {' '.join(run.name for run in asked.runs)}"
         tree, errors = profile(seen, asked.name, source, cores)
+        tree, left = refine(tree, asked.runs)
     except (ConfigError, RunError, FitError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -54,24 +56,37 @@ def main(argv: Sequence[str]) -> int:
     turns, batches = sum(len(s.turns) for s in seen), sum(len(s.batches) for s in seen)
     print(
         f"{turns} responses explained to {errors['engine']:.1%} of their tokens, {batches} micro-batches to"
-        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed",
+        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed;"
+        f" simulated again, rollouts are off by {left['rollout_s']:.1%} at most, training by {left['train_busy_s']:.1%}",
         file=sys.stderr,
     )
     return 0
 
 
-def _alike(runs: Sequence[Path], made: Sequence[Config]) -> None:
+def _config(run: Path) -> dict[str, Any]:
+    """As it was written, unchecked: a run of an older release counts, too. Raises ConfigError."""
+    path = run / "config.yaml"
+    try:
+        tree = yaml.safe_load(path.read_text())
+        return {name: dict(tree[name]) for name in ("cluster", "engine", "training")}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; wanted: a run dir") from None
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not a run's config: {error}") from None
+
+
+def _alike(runs: Sequence[Path], made: Sequence[dict[str, Any]]) -> None:
     """Raises ConfigError where one profile cannot stand for all."""
-    for run, config in zip(runs[1:], made[1:]):
+    for run, tree in zip(runs[1:], made[1:]):
         for section, key in (("engine", "tp"), ("training", "tp"), ("training", "pp"), ("training", "cp")):
-            was, now = (getattr(getattr(c, section), key) for c in (made[0], config))
+            was, now = (t[section].get(key, 1) for t in (made[0], tree))
             if was != now:
                 raise ConfigError(f"{run}: {section}.{key} = {now}, {runs[0]} has {was}; wanted: runs that agree in it")
 
 
-def _shared_cores(runs: Sequence[Path], made: Sequence[Config]) -> float | None:
+def _shared_cores(runs: Sequence[Path], made: Sequence[dict[str, Any]]) -> float | None:
     """Cores of the machine, where engines and trainer compute on them."""
-    if any(config.cluster.accelerator != "cpu" for config in made):
+    if any(tree["cluster"].get("accelerator", "cpu") != "cpu" for tree in made):
         return None
     try:
         return float(json.loads((runs[0] / "environment.json").read_text())["cores"])

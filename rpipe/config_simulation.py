@@ -80,10 +80,10 @@ class Hardware(Section):
     engine_start_s: NotNegative = 60.0  # until an engine that was lost stands again
     memory_share: Fraction = 0.88  # of an engine's accelerator, for weights and KV cache
     prefill_batch_tokens: Count = 8192
-    message_s: NotNegative = 0.001  # of one message between processes
-    request_s: NotNegative = 0.002  # until a request reaches the engine, and until its end is seen
+    message_s: NotNegative = 0.001  # of one message between processes; an engine's answers are such
+    request_s: NotNegative = 0.002  # until a request reaches the engine
     reward_s: NotNegative = 0.001  # until a score is there, beside the function's own time
-    group_s: NotNegative = 0.003  # a group's way into the trainer, which waits meanwhile
+    group_s: NotNegative = 0.003  # of a group's way into the trainer, beside message_s; the trainer waits meanwhile
     channel_bytes_per_s: Positive = 1e9  # of a group's tensors
     publish_s: NotNegative = 0.05  # of a weight publish, whatever its size
     publish_bytes_per_s: Positive = 1e10

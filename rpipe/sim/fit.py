@@ -30,6 +30,7 @@ from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_TURNS = 30
+TOGETHER_S = 0.006  # first tokens of one prefill reach the log at most so far apart
 SMOOTH = 0.02  # weight of a rate's bend against a token of error
 PREFILLS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 TOKENS = (0.0, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
@@ -122,12 +123,12 @@ def trained(seen: Seen) -> list[Span]:
     return [*((b.started_t, b.ended_t) for b in seen.batches), *seen.steps]
 
 
-def _prefills(turns: list[SeenTurn], together_s: float = 0.002) -> list[tuple[float, float]]:
-    """(time, fresh tokens) of every prefill batch: first tokens that came together."""
+def _prefills(turns: list[SeenTurn]) -> list[tuple[float, float]]:
+    """(time of the last first token, fresh tokens) of every prefill batch: first tokens that came one soon after another."""
     batches: list[tuple[float, float]] = []
     for turn in sorted(turns, key=lambda t: t.first_t):
-        if batches and turn.first_t - batches[-1][0] < together_s:
-            batches[-1] = (batches[-1][0], batches[-1][1] + turn.fresh_tokens)
+        if batches and turn.first_t - batches[-1][0] < TOGETHER_S:
+            batches[-1] = (turn.first_t, batches[-1][1] + turn.fresh_tokens)
         else:
             batches.append((turn.first_t, float(turn.fresh_tokens)))
     return batches
@@ -142,7 +143,7 @@ def _stretch(turn: SeenTurn, running: Timeline, training: Timeline, prefills: li
             into[count] = into.get(count, 0.0) + b - a
     stalls: dict[int, float] = {}
     tokens: dict[int, float] = {}
-    for t, fresh in prefills[bisect_left(prefills, (turn.first_t + 0.003, 0.0)) :]:
+    for t, fresh in prefills[bisect_left(prefills, (turn.first_t + TOGETHER_S, 0.0)) :]:
         if t >= turn.end_t:
             break
         count = running.at(t - 1e-9) or 1
@@ -264,8 +265,8 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
     trainer = fit_trainer(attempts, engine.shared_speed)
     idle_groups = [_arrival_s(seen) for seen in attempts]
     message_s = _median([s for seen in attempts for s in seen.confirm_s])
-    waits = sorted(t.first_t - t.started_t for seen in attempts for t in seen.turns)
-    request_s = max(waits[len(waits) // 20] - engine.prefill_s - engine.step_s[0] / 2, 0.0) / 2
+    waits = _median([s for seen in attempts for s in first_waits(seen)])
+    request_s = max(waits - message_s - engine.prefill_s - engine.step_s[-1] / 2, 0.0)
     tree: dict[str, Any] = {
         "name": name,
         "source": source,
@@ -284,7 +285,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "message_s": _short(message_s),
         "request_s": _short(request_s),
         "reward_s": _short(_median([s for seen in attempts for s in seen.reward_s])),
-        "group_s": _short(max(_median([s for waits in idle_groups for s in waits]) - message_s, 0.0)),
+        "group_s": _short(max(statistics.mean([s for waits in idle_groups for s in waits] or [0.0]) - message_s, 0.0)),
         "publish_s": _short(max(_median([s for seen in attempts for s in seen.publish_s]) - message_s, 0.0)),
         "draw_s": _short(_median([s for seen in attempts for s in seen.draw_s])),
         "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
@@ -298,6 +299,17 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
             "trainer_cores": trainer_cores,
         }
     return tree, {"engine": engine.error, "trainer": trainer.error, "shared speed": engine.shared_speed}
+
+
+def first_waits(seen: Seen) -> list[float]:
+    """From sending to the first token, of requests that found a free place in the engine: the most that ever ran at once."""
+    found: list[float] = []
+    for index in sorted({t.engine for t in seen.turns}):
+        turns = [t for t in seen.turns if t.engine == index]
+        places = max(Timeline([(t.first_t, t.end_t) for t in turns]).counts, default=0)
+        there = Timeline([(t.started_t, t.end_t) for t in turns])
+        found += [t.first_t - t.started_t for t in turns if there.at(t.started_t) <= places]
+    return found
 
 
 def _arrival_s(seen: Seen) -> list[float]:

@@ -214,16 +214,16 @@ class RolloutSide:
             finish=lambda r, why: self._finish(r.trajectory, why),
         )
         turn = self._turns[trajectory] = Turn(request, command, self.kernel.now)
-        self._later(turn, lambda: self.engines[command.engine].submit(request))
+        self._later(turn, lambda: self.engines[command.engine].submit(request), self.job.hardware.request_s)
 
-    def _later(self, turn: Turn, then: Callable[[], None]) -> None:
+    def _later(self, turn: Turn, then: Callable[[], None], seconds: float) -> None:
         """On the way to or from the engine; what was on its way to a lost one is gone."""
 
         def arrive() -> None:
             if self._turns.get(turn.command.trajectory) is turn:
                 then()
 
-        self.kernel.after(self.job.hardware.request_s, arrive)
+        self.kernel.after(seconds, arrive)
 
     def _first(self, trajectory: TrajectoryId) -> None:
         turn = self._turns[trajectory]
@@ -232,7 +232,7 @@ class RolloutSide:
             turn.first_t = self.kernel.now
             self.on(e.TurnStarted(t=self.kernel.now, trajectory=trajectory, engine=turn.command.engine))
 
-        self._later(turn, tell)
+        self._later(turn, tell, self.job.hardware.message_s)
 
     def _finish(self, trajectory: TrajectoryId, why: str) -> None:
         turn = self._turns[trajectory]
@@ -253,7 +253,7 @@ class RolloutSide:
                 )
             )
 
-        self._later(turn, tell)
+        self._later(turn, tell, self.job.hardware.message_s)
 
     def _lose(self, index: int) -> None:
         self.engines[index].lose()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from rpipe.analysis.run import attempts, read
+from rpipe.analysis.run import Record, attempts, read
 
 Span = tuple[float, float]
 
@@ -48,7 +49,12 @@ class Seen:
 
 def observe(run: Path) -> list[Seen]:
     """One for each attempt. Raises RunError."""
-    return [_Reader().of(attempt) for attempt in attempts(run)]
+    return [observed(read(attempt)) for attempt in attempts(run)]
+
+
+def observed(records: Iterable[Record]) -> Seen:
+    """Of one attempt: the rollout coordinator's records, then the training coordinator's."""
+    return _Reader().of(records)
 
 
 class _Reader:
@@ -62,10 +68,10 @@ class _Reader:
         self.confirm_t: dict[int, float] = {}
         self.done: list[dict[str, Any]] = []
 
-    def of(self, attempt: Path) -> Seen:
-        for record in read(attempt):
+    def of(self, records: Iterable[Record]) -> Seen:
+        for record in records:
             self._take(record)
-        for record in self.done:  # the trainer's file comes after the rollout's, which knows the lengths
+        for record in self.done:  # a group's lengths are known once it arrived
             command = self.batches[record["micro_batch"]]
             lengths = [self.tokens[part["group"]][sample] for part in command["slices"] for sample in part["samples"]]
             self.seen.batches.append(SeenBatch(record["replica"], record["started_t"], record["ended_t"], tuple(lengths)))
