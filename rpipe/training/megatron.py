@@ -201,7 +201,6 @@ class MegatronTrainer:
     def _sharded(self, loading: bool) -> dict[str, Any]:
         metadata = {
             "distrib_optim_sharding_type": SHARDING,
-            "chained_optim_avoid_prefix": True,  # the experts' own optimizer must not show in a tensor's key
             "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         }
         model = self.model.sharded_state_dict(metadata=metadata)

@@ -139,14 +139,32 @@ class Optimizer:
         self._schedule.num_steps = steps
         self._schedule.step(0)
 
-    def sharded_state(self, model_state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> Any:
+    def sharded_state(self, model_state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
+        """By part: one, or the dense parameters' and the experts'. Tensors' keys say nothing of parts, so that a checkpoint
+        goes on where experts are cut otherwise."""
         self._bring(self._device)
-        return self._inner.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        return {
+            str(i): part.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+            for i, part in enumerate(self._parts)
+        }
 
-    def load(self, state: Any, steps: int) -> None:
-        self._inner.load_state_dict(state)
+    def load(self, state: dict[str, Any], steps: int) -> None:
+        saved = [group for part in state.values() for group in part.get("optimizer", {}).get("param_groups", [])]
+        for i, part in enumerate(self._parts):
+            own = part.optimizer.param_groups
+            groups = [{**_like(group, saved), "is_expert_parallel": group["is_expert_parallel"]} for group in own]
+            tensors = state[str(i)]["param_state"]
+            part.load_state_dict(
+                {"optimizer": {"param_groups": groups}, "param_state": tensors, "param_state_sharding_type": SHARDING}
+            )
         self._set_steps(steps)
         self._bring(self._rest)
+
+
+def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group of parameters with the same multipliers, whichever part of the optimizer held it."""
+    keys = ("wd_mult", "lr_mult", "is_decoupled_lr")
+    return next(other for other in saved if all(other[key] == group[key] for key in keys))
 
 
 def _fix_torch_adam() -> None:
