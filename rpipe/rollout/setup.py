@@ -38,7 +38,7 @@ from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.scalars import Scalars
 from rpipe.runtime.side_group import serve_store
 from rpipe.runtime.world import World, WorldError, quiet_barrier
-from rpipe.training import memory
+from rpipe.training import convert, memory
 from rpipe.training.hf import Shape, read_shape
 
 PARK_S = 0.005
@@ -144,10 +144,14 @@ def load(config: Config, run_dir: RunDir) -> RolloutData:
 def check(config: Config, shape: Shape, prompts: list[Prompt]) -> None:
     """Raises DataError where model, parallel sizes, prompts and lengths do not go together."""
     heads = f"the model's {shape.heads} heads and {shape.kv_heads} key-value heads"
-    if shape.heads % config.training.tp or shape.kv_heads % config.training.tp:
-        raise DataError(f"training.tp = {config.training.tp} does not divide {heads}")
+    try:
+        convert.check_layout(shape, config.training)
+    except ValueError as error:
+        raise DataError(str(error)) from None
     if shape.heads % config.engine.tp:  # key-value heads may be copied there
         raise DataError(f"engine.tp = {config.engine.tp} does not divide {heads}")
+    if shape.experts and shape.tied and config.engine.kind == "sglang":  # it would serve an output layer of chance
+        raise DataError("SGLang serves no Qwen3-MoE whose output layer is the embedding; wanted: one with its own (untied)")
     context = config.engine.context_tokens or shape.max_positions
     longest = max(prompts, key=lambda p: len(p.token_ids))
     wanted = len(longest.token_ids) + config.rollout.max_new_tokens

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
+from rpipe.config import Training
 from rpipe.training.hf import Shape
 
 How = Literal["whole", "columns", "vocab", "qkv", "glu"]
@@ -114,6 +115,29 @@ def hf_shapes(shape: Shape, row: Row) -> list[tuple[int, ...]]:
 
 def padded_vocab(shape: Shape, tp: int) -> int:
     return -(-shape.vocab_size // tp) * tp
+
+
+def check_layout(shape: Shape, training: Training) -> None:
+    """Raises ValueError where the layout does not cut the model evenly."""
+    tp, pp, ep = training.tp, training.pp, training.ep
+    for what, n in (
+        ("attention heads", shape.heads),
+        ("key-value heads", shape.kv_heads),
+        ("MLP columns", shape.intermediate_size),
+    ):
+        if n % tp:
+            raise ValueError(f"training.tp = {tp} does not divide the model's {n} {what}")
+    rows = padded_vocab(shape, tp) // tp
+    if rows * (tp - 1) >= shape.vocab_size:
+        raise ValueError(f"training.tp = {tp} leaves a rank without a token of a vocabulary of {shape.vocab_size}")
+    if shape.layers % pp:
+        raise ValueError(f"training.pp = {pp} does not divide the model's {shape.layers} layers")
+    if ep > 1 and not shape.experts:
+        raise ValueError(f"training.ep = {ep}, but the model has no experts; wanted: 1")
+    if shape.experts % ep:
+        raise ValueError(f"training.ep = {ep} does not divide the model's {shape.experts} experts")
+    if shape.experts and tp > 1:
+        raise ValueError(f"training.tp = {tp}: a model with experts is cut by ep, pp and cp; wanted: 1")
 
 
 def to_megatron(tensors: Mapping[str, torch.Tensor], row: Row, shape: Shape, tp: int, rank: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ class MegatronTrainer:
             torch.set_num_threads(config.cluster.threads_per_rank)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.shape = hf.read_shape(self.model_dir)
-        models.check(self.shape, training)
+        convert.check_layout(self.shape, training)
         self.layout = layout.meet(training)
         tensor_parallel.model_parallel_cuda_manual_seed(config.run.seed, force_reset_rng=True)
 

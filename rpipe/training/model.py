@@ -62,29 +62,6 @@ def _transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def check(shape: Shape, training: Training) -> None:
-    """Raises ValueError where the layout does not cut the model evenly."""
-    tp, pp, ep = training.tp, training.pp, training.ep
-    for what, n in (
-        ("attention heads", shape.heads),
-        ("key-value heads", shape.kv_heads),
-        ("MLP columns", shape.intermediate_size),
-    ):
-        if n % tp:
-            raise ValueError(f"training.tp = {tp} does not divide the model's {n} {what}")
-    rows = padded_vocab(shape, tp) // tp
-    if rows * (tp - 1) >= shape.vocab_size:
-        raise ValueError(f"training.tp = {tp} leaves a rank without a token of a vocabulary of {shape.vocab_size}")
-    if shape.layers % pp:
-        raise ValueError(f"training.pp = {pp} does not divide the model's {shape.layers} layers")
-    if ep > 1 and not shape.experts:
-        raise ValueError(f"training.ep = {ep}, but the model has no experts; wanted: 1")
-    if shape.experts % ep:
-        raise ValueError(f"training.ep = {ep} does not divide the model's {shape.experts} experts")
-    if shape.experts and tp > 1:
-        raise ValueError(f"training.tp = {tp}: a model with experts is cut by ep, pp and cp; wanted: 1")
-
-
 def transformer_config(
     shape: Shape, training: Training, device: torch.device, dtype: torch.dtype
 ) -> TransformerConfig:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rpipe.config import Training
 from rpipe.training import convert, hf
 
 QWEN3 = hf.Shape(
@@ -213,3 +214,25 @@ def test_a_written_folder_has_weights_config_and_tokenizer_but_not_old_weights(t
         "model-00002-of-00002.safetensors",
     ]
     assert torch.equal(hf.Tensors(to)["b"], both)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "words"),
+    [
+        (QWEN3, {"tp": 3}, "training.tp = 3 does not divide the model's 8 attention heads"),
+        (QWEN3, {"tp": 8}, "training.tp = 8 does not divide the model's 4 key-value heads"),
+        (QWEN3, {"pp": 3}, "training.pp = 3 does not divide the model's 2 layers"),
+        (QWEN3, {"ep": 2}, "training.ep = 2, but the model has no experts; wanted: 1"),
+        (MOE, {"ep": 3}, "training.ep = 3 does not divide the model's 4 experts"),
+        (MOE, {"tp": 2}, "training.tp = 2: a model with experts is cut by ep, pp and cp; wanted: 1"),
+    ],
+)
+def test_layouts_that_do_not_cut_evenly_are_refused(shape: hf.Shape, cut: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        convert.check_layout(shape, Training.model_validate(cut))
+    assert str(error.value) == words
+
+
+def test_layouts_that_cut_evenly_are_not() -> None:
+    convert.check_layout(MOE, Training.model_validate({"ep": 4, "pp": 2}))
+    convert.check_layout(QWEN3, Training.model_validate({"tp": 4, "pp": 2, "cp": 5}))
