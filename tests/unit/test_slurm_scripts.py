@@ -19,6 +19,7 @@ def site(tmp_path: Path) -> Path:
     """A checkout whose launch.sh does what the test writes into `launch`, and a Slurm that says RUNNING."""
     shutil.copytree(ROOT / "slurm", tmp_path / "slurm")
     program(tmp_path / "scontrol", 'echo "$@" >> asked; echo "JobId=1 JobState=$(cat state) "')
+    program(tmp_path / "srun", 'echo "$@" > probed; [ ! -e dead ]')
     (tmp_path / "state").write_text("RUNNING")
     return tmp_path
 
@@ -68,6 +69,15 @@ def test_the_time_limit_and_preemption_stop_the_job_at_a_safe_point_and_requeue(
     assert (site / "stopping").exists() and job.returncode == 75 and requeued(site)
 
 
+@pytest.mark.parametrize("node", ["answers", "is gone"])
+def test_a_failed_job_is_requeued_only_if_a_node_is_gone(site, node):
+    if node == "is gone":
+        (site / "dead").touch()
+    assert start(site, "exit 1", "c.yaml", SLURM_JOB_NUM_NODES="3").wait(20) == 1
+    assert requeued(site) == (node == "is gone")
+    assert (site / "probed").read_text().startswith("--ntasks=3 --ntasks-per-node=1 ")
+
+
 def test_a_cancelled_job_is_told_to_end_and_not_requeued(site):
     job = start(site, "trap 'exit 143' TERM; touch up; while :; do sleep 0.05; done", "c.yaml")
     until(site / "up")
@@ -79,12 +89,12 @@ def test_a_cancelled_job_is_told_to_end_and_not_requeued(site):
 
 def test_a_job_that_finds_no_safe_point_is_requeued_before_the_limit(site):
     job = start(
-        site, "trap '' USR2; touch up; while [ ! -e asked ]; do sleep 0.05; done; exit 9", "c.yaml", "limits.notice_s=2"
+        site, "trap '' USR2; touch up; until grep -qs requeue asked; do sleep 0.05; done; exit 9", "c.yaml", "limits.notice_s=2"
     )
     until(site / "up")
     os.kill(job.pid, signal.SIGUSR2)
     text = job.communicate(timeout=20)[0]
-    assert "no safe point within 1 s: requeue" in text and job.returncode == 9 and requeued(site)
+    assert ("no safe point within 1 s: requeue" in text, job.returncode, requeued(site)) == (True, 9, True), text
 
 
 def test_a_signal_before_the_job_listens_is_no_failure(site):
