@@ -40,10 +40,14 @@ def main(argv: Sequence[str]) -> int:
         cores = _shared_cores(asked.runs, made)
         source = f"rpipe calibrate {' '.join(run.name for run in asked.runs)}"
         tree, errors = profile(seen, asked.name, source, cores)
-        tree, left = refine(tree, asked.runs)
     except (ConfigError, RunError, FitError) as error:
         print(error, file=sys.stderr)
         return 2
+    try:
+        tree, left = refine(tree, asked.runs)
+        again = f"simulated again, rollouts are off by {left['rollout_s']:.1%} at most, training by {left['train_busy_s']:.1%}"
+    except ConfigError as error:
+        again = f"not put right by simulating them again: {error}"
     text = yaml.safe_dump({"hardware": tree}, sort_keys=False, default_flow_style=None, width=120)
     if asked.out is None:
         print(text, end="")
@@ -56,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     turns, batches = sum(len(s.turns) for s in seen), sum(len(s.batches) for s in seen)
     print(
         f"{turns} responses explained to {errors['engine']:.1%} of their tokens, {batches} micro-batches to"
-        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed;"
-        f" simulated again, rollouts are off by {left['rollout_s']:.1%} at most, training by {left['train_busy_s']:.1%}",
+        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed; {again}",
         file=sys.stderr,
     )
     return 0

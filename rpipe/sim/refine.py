@@ -46,7 +46,7 @@ class Told:
 def refine(profile: Profile, runs: Sequence[Path]) -> tuple[Profile, dict[str, float]]:
     """The profile put right, and the largest error that is left of each figure, a share. Raises ConfigError."""
     profile = copy.deepcopy(profile)
-    real = [told([r for attempt in attempts(run) for r in read(attempt)]) for run in runs]
+    real = [told(list(read(attempts(run)[-1]))) for run in runs]
     left: dict[str, float] = {}
     for _ in range(ROUNDS):
         twins = [told(_simulated(profile, run)) for run in runs]
