@@ -203,7 +203,7 @@ def alone(engines: int, trajectories: int, samples: int, replicas: int) -> bool:
                 flush=True,
             )
     print(f"wanted: p50 < {P50_MS:g} ms, p99.9 < {P999_MS:g} ms: {'yes' if good else 'NO'}")
-    print("max: the one decision that admits every trajectory at once (fifo), or the end of a serial rollout")
+    print("max: the decision that begins a rollout (it makes all records; fifo admits all at once), or a garbage collection")
     return good
 
 
