@@ -12,6 +12,7 @@ from rpipe.analysis.diagnosis import Diagnosis, diagnose
 from rpipe.analysis.run import read
 from rpipe.analysis.summary import report
 from rpipe.analysis.totals import Totals
+from rpipe.analysis.waiting import waiting
 from rpipe.core.types import TrajectoryId
 from rpipe.policy.admission import Fifo, Frontier
 from tests.timed_job import TimedJob
@@ -147,3 +148,24 @@ def test_groups_drawn_later_in_place_of_dropped_ones_belong_to_their_iteration(t
     assert more and more <= set(details[0].groups)
     trained = {group for step in details[0].steps.values() for group in step.groups}
     assert more & trained and not any(details[0].groups[group].dropped for group in more & trained)
+
+
+def test_in_serial_mode_the_first_wait_is_for_the_group_that_ended_the_rollout(tmp_path: Path):
+    world = {"rollout": {"admission": Fifo()}, "training": {"mode": "serial", "replicas": 1}}
+    TimedJob(tmp_path, **world, tokens=lambda t: 150 if tuple(t) == (10, 2) else 100).run()
+    details, _ = collect(read(tmp_path))
+    told = waiting(details[1])
+    assert told is not None and told.serial
+    assert (told.waits[0].phase, told.waits[0].group, told.waits[0].trajectory) == ("generating", 10, 2)
+
+
+def test_a_trainer_whose_clock_is_a_little_late_keeps_its_events_in_their_iteration(tmp_path: Path):
+    TimedJob(tmp_path, **EVEN).run()
+    exact, _ = collect(read(tmp_path))
+    late = [{**r, "t": r["t"] + 0.004} if r["rank"] else r for r in read(tmp_path)]
+    details, _ = collect(sorted(late, key=lambda r: r["t"]))
+    assert [d.iteration for d in details] == [d.iteration for d in exact] == [0, 1, 2]
+    for detail, before in zip(details, exact):
+        assert detail.publish is not None and detail.publish.version == detail.iteration + 1
+        assert set(detail.publish.engines) == {0, 1} and detail.steps.keys() == before.steps.keys()
+        assert all(step.ended_t is not None for step in detail.steps.values())
