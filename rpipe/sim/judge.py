@@ -5,9 +5,9 @@ The job itself is simulated: no evaluation, no checkpoint, nothing that breaks, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 
 from rpipe.config import Config, ConfigError
 from rpipe.config_simulation import MeasuredTrainer
@@ -20,6 +20,7 @@ from rpipe.sim.run import simulate
 from rpipe.sim.workload import GroupWork, Source, source_of
 
 SMALL = 256  # trajectories that a part of a rollout keeps at least
+UNEVEN = 0.04  # by how much U and F_w of a part may differ from their share
 NEVER_S = 1e9
 ALONE = Trainer(1, 1, 1, 1, 1, False)
 
@@ -86,43 +87,53 @@ class Judge:
         return max(estimated_s(config, plan.trainer, costs, arrivals) + publish_s(config), self.bounds.iteration_s(plan))
 
     def arrivals(self, engines: Engines, width: int | None) -> list[tuple[float, int, list[int]]]:
-        """(t since the request, submission order, lengths) of every group. Where engines, steps and F_w divide, a part of the
-        engines with as large a part of the groups is simulated: each of these stands for some that are about as long."""
+        """(t since the request, submission order, lengths) of every group. Of a large rollout a part is simulated, some engines
+        and as large a part of groups, U and F_w: each of these groups stands for some that are about as long."""
         if (engines, width) not in self._arrivals:
-            parts = self.parts(engines, width)
-            source = self.source if parts == 1 else _Sample(self.work, parts)
-            job = SimulatedJob(self._rollout_alone(engines, width, parts), _Nothing(), seen := _Arrivals(), source)
+            part = self.part(engines, width)
+            groups = self._share(self.config.groups_per_step, part, engines) * self.config.steps_per_iteration
+            sample = _Sample(self.work, groups) if part < engines.count else None
+            job = SimulatedJob(self._alone(engines, width, part), _Nothing(), seen := _Arrivals(), sample or self.source)
             job.rollout.log = seen
             job.run()
             self.rollouts += 1
-            trained = self.work.lengths()
+            lengths = self.work.lengths()
             self._arrivals[engines, width] = [
-                (t - seen.requested_t, member if parts > 1 else order, trained[member] if parts > 1 else tokens)
+                (t - seen.requested_t, member if sample else order, lengths[member] if sample else tokens)
                 for t, group, order, tokens in seen.groups
-                for member in (source.stands_for[group] if isinstance(source, _Sample) else [group])
+                for member in (sample.stands_for[group] if sample else [group])
             ]
         return self._arrivals[engines, width]
 
-    def parts(self, engines: Engines, width: int | None) -> int:
-        """Into how many equal parts the rollout is cut, of which one is simulated."""
-        c = self.config
+    def part(self, engines: Engines, width: int | None) -> int:
+        """How many of the engines are simulated: the fewest with which U and F_w can be cut alike."""
+        c, count = self.config, engines.count
         if c.rollout.filter != "none":
-            return 1
-        most = min(c.rollout.groups_per_iteration * c.rollout.trajectories_per_group // SMALL, engines.count // 2)
-        whole = math.gcd(engines.count, c.groups_per_step, width or 0)
-        return max(n for n in range(1, whole + 1) if whole % n == 0 and n <= max(most, 1))
+            return count
+        trajectories = c.rollout.groups_per_iteration * c.rollout.trajectories_per_group
+        cut = [n for n in (c.groups_per_step, width) if n is not None]
+        for part in range(max(2, -(-count * SMALL // trajectories)), count):
+            if all(abs(self._share(n, part, engines) / (n * part / count) - 1) <= UNEVEN for n in cut):
+                return part
+        return count
 
-    def _rollout_alone(self, engines: Engines, width: int | None, parts: int) -> Config:
-        part = Engines(engines.ranks // parts, engines.tp)
-        config = self.space.of(Plan(part, ALONE, None if width is None else width // parts))
-        hardware, c = hardware_of(config), config
-        budget = c.admission.budget_tokens
+    def _share(self, n: int, part: int, engines: Engines) -> int:
+        return max(round(n * part / engines.count), 1)
+
+    def _alone(self, engines: Engines, width: int | None, part: int) -> Config:
+        """Engines at F_w with a trainer that takes no time."""
+        cut = None if width is None else self._share(width, part, engines)
+        config = self.space.of(Plan(Engines(part * engines.tp, engines.tp), ALONE, cut))
+        u, k = self._share(config.groups_per_step, part, engines), config.rollout.trajectories_per_group
+        budget = config.admission.budget_tokens
         sections = {
-            "hardware": hardware.model_copy(update={"trainer": MeasuredTrainer(micro_batch_s=0.0)}),
-            "run": c.run.model_copy(update={"iterations": 1}),
-            "rollout": c.rollout.model_copy(update={"groups_per_iteration": c.rollout.groups_per_iteration // parts}),
-            "training": c.training.model_copy(update={"trajectories_per_step": c.training.trajectories_per_step // parts}),
-            "admission": c.admission.model_copy(update={"budget_tokens": budget and -(-budget // parts)}),
+            "hardware": hardware_of(config).model_copy(update={"trainer": MeasuredTrainer(micro_batch_s=0.0)}),
+            "run": config.run.model_copy(update={"iterations": 1}),
+            "rollout": config.rollout.model_copy(update={"groups_per_iteration": u * config.steps_per_iteration}),
+            "training": config.training.model_copy(update={"trajectories_per_step": u * k}),
+            "admission": config.admission.model_copy(
+                update={"budget_tokens": None if budget is None else self._share(budget, part, engines)}
+            ),
         }
         return config.model_copy(update=sections)
 
@@ -163,12 +174,13 @@ class _Kept:
 
 
 class _Sample:
-    """Groups by their longest response in blocks of `parts`; the middle one stands for all, in the first block the longest."""
+    """Groups by their longest response, in `count` blocks; the middle one stands for all, in the first block the longest."""
 
-    def __init__(self, work: Work, parts: int) -> None:
+    def __init__(self, work: Work, count: int) -> None:
         by_length = sorted(range(len(work.groups)), key=lambda g: (-max(work.groups[g].output_tokens), g))
-        blocks = [by_length[at : at + parts] for at in range(0, len(by_length), parts)]
-        chosen = [(block[parts // 2 if number else 0], block) for number, block in enumerate(blocks)]
+        ends = [len(by_length) * n // count for n in range(count + 1)]
+        blocks = [by_length[a:b] for a, b in pairwise(ends)]
+        chosen = [(block[len(block) // 2 if number else 0], block) for number, block in enumerate(blocks)]
         chosen.sort()  # in submission order
         self.stands_for = [block for _, block in chosen]
         self._groups = [work.groups[group] for group, _ in chosen]

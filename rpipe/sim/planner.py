@@ -1,7 +1,7 @@
 """Which plan gives the shortest iteration? Bounds first, then small simulations, then whole ones of fewer and fewer plans.
 
     bounds      every plan that could run; best first. One that cannot come near the best estimate so far is not looked at again
-    rollouts    engines and F_w alone, one iteration, a part of it where it can be cut; a queue then estimates every trainer
+    rollouts    engines and F_w alone, one iteration, of a large one a part; a queue then estimates every trainer
     whole       the best estimates, one iteration of both sides
     final       the best of those, all iterations; then neighbours of the very best, until none of them is new
 
@@ -169,15 +169,16 @@ def _spread(plans: list[Plan]) -> list[Plan]:
 
 def _climb(judge: Judge, plans: list[Plan], watch: Watch) -> list[tuple[Plan, Figures]]:
     """The plans simulated for all iterations, and the neighbours of the best of them, until nothing near the best is new."""
-    known = set(plans)
+    known, tried = set(plans), set(plans)
     while True:
         for candidate in plans:
             judge.whole(candidate, judge.iterations)
             watch(judge)
         ranked = _ranked(judge, known)
-        best_s = ranked[0][1].iteration_s
-        near = {p for best, _ in ranked[:CLIMBED] for p in _neighbours(judge.space, best)} - known
-        plans = sorted(p for p in near if judge.bounds.iteration_s(p) < best_s)
+        first_s = max(judge.whole(best, 1).iteration_s for best, _ in ranked[:CLIMBED])
+        near = {p for best, _ in ranked[:CLIMBED] for p in _neighbours(judge.space, best)} - tried
+        tried |= near
+        plans = sorted(p for p in near if judge.bounds.iteration_s(p) < first_s and judge.whole(p, 1).iteration_s < first_s)
         if not plans:
             return ranked
         known.update(plans)

@@ -88,8 +88,8 @@ def test_sixteen_accelerators_that_train_slowly_are_planned_within_five_percent_
 def test_a_part_of_a_large_rollout_takes_about_as_long_as_the_whole(monkeypatch):
     large = ["rollout.groups_per_iteration=128", "rollout.trajectories_per_group=8", "training.trajectories_per_step=128"]
     parted = Judge(small(*large, "engine.max_running=16"), 16, 1)
-    choices = [(Engines(8, 1), 8), (Engines(12, 1), 64), (Engines(8, 2), 128)]
-    assert [parted.parts(*choice) for choice in choices] == [4, 4, 2]
+    choices = [(Engines(8, 1), 8), (Engines(12, 1), 64), (Engines(8, 2), 128), (Engines(7, 1), 24)]
+    assert [parted.part(*choice) for choice in choices] == [2, 3, 2, 3]
     monkeypatch.setattr("rpipe.sim.judge.SMALL", 10**9)
     whole = Judge(small(*large, "engine.max_running=16"), 16, 1)
     for choice in choices:
