@@ -82,10 +82,11 @@ def choose(found: RunSummary) -> set[tuple[int, int]]:
     told = found.diagnoses
     by_length = sorted(kept, key=lambda key: -told[key[1]].whole_s if key[1] in told else 0.0)
     by_wait = sorted(kept, key=lambda key: -told[key[1]].waited_s if key[1] in told else 0.0)
-    stride = max(1, len(kept) * max(sizes.values()) // CARRIED_TRAJECTORIES)
+    fits = max(2, CARRIED_TRAJECTORIES // max(sizes.values()))
+    between = [kept[round(index * (len(kept) - 1) / (fits - 1))] for index in range(fits)]
     chosen: set[tuple[int, int]] = set()
     room = CARRIED_TRAJECTORIES
-    for key in [kept[-1], by_length[0], by_wait[0], kept[0], *kept[::stride]]:
+    for key in [kept[-1], by_length[0], by_wait[0], kept[0], *between]:
         if key not in chosen and (sizes[key] <= room or not chosen):
             chosen.add(key)
             room -= sizes[key]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rpipe.analysis import page_data
 from rpipe.policy.admission import Frontier
 from rpipe.report import main
 from tests.browser.chrome import Page
@@ -135,3 +136,15 @@ async def test_two_runs_stand_side_by_side_on_one_scale(runs: Path, page: Page):
 async def test_it_fits_a_narrow_window(runs: Path, page: Page):
     await page.go(runs / "a" / "report.html", width=420)
     assert await page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+async def test_of_a_large_run_the_page_says_how_much_it_carries(
+    runs: Path, tmp_path: Path, page: Page, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(page_data, "CARRIED_TRAJECTORIES", 2 * 32)
+    assert main([str(runs / "b"), "--html", str(tmp_path / "part.html")]) == 0
+    await page.go(tmp_path / "part.html")
+    assert "the page carries 2 of 4 iterations turn by turn" in await page.evaluate("byId('carried').innerText")
+    await page.press("p")
+    await page.press("p")
+    assert await page.evaluate("byId('sentence').textContent") != "" and page.complaints == []

@@ -289,6 +289,12 @@ function start() {
     new Gantt(byId("gantts"), run, i);
   });
   if (!Timeline.all.length) for (const id of ["timeline", "gantt"]) byId(id).hidden = true;
+  for (const run of RUNS) {
+    const all = run.attempts.reduce((sum, attempt) => sum + attempt.iterations.length, 0);
+    if (!run.details.length || run.details.length === all) continue;
+    byId("carried").hidden = false;
+    byId("carried").append(`${run.name}: the page carries ${run.details.length} of ${all} iterations turn by turn. `);
+  }
   ganttLegend(byId("gantt-legend"));
   curves();
   histograms();
