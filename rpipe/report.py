@@ -127,7 +127,10 @@ def summary(told: Report) -> str:
     """A run in a few lines of plain text."""
     run, median, count = told["run"], told["run"]["medians"], len(told["iterations"])
     attempts = f" in {told['attempts']} attempts" if told["attempts"] > 1 else ""
-    lines = [f"{run['name']}: {count} iteration{'s' * (count != 1)} in {_duration(run['seconds'])}{attempts}"]
+    simulated = " (simulated)" if run["simulated"] else ""
+    lines = [f"{run['name']}{simulated}: {count} iteration{'s' * (count != 1)} in {_duration(run['seconds'])}{attempts}"]
+    if run["simulated"]:
+        lines.append(f"  hardware         {run['simulated']}")
     if told["evaluations"]:
         first, last = told["evaluations"][0], told["evaluations"][-1]
         line = f"  held-out reward  {first['reward_mean']:.3f}"
@@ -253,7 +256,8 @@ def _side_by_side(reports: list[Report]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", title="medians", title_justify="left")
     table.add_column("")
     for told in reports:
-        table.add_column(f"{told['run']['name']}\n{len(told['iterations'])} iterations", justify="right")
+        simulated = " (simulated)" if told["run"].get("simulated") else ""
+        table.add_column(f"{told['run']['name']}{simulated}\n{len(told['iterations'])} iterations", justify="right")
     if len(reports) == 2:
         table.add_column("second / first", justify="right")
     specs = {key: spec for key, _, spec in COLUMNS}

@@ -64,6 +64,7 @@ class Collector:
             "CheckpointSaved": self._saved,
             "WarmedUp": self._warmed_up,
             "JobStarted": self._started,
+            "Simulated": self._simulated,
         }
 
     def take(self, record: Record) -> list[Detail]:
@@ -308,6 +309,9 @@ class Collector:
         self.track.hosts[r["rank"]] = r.get("host", "")
         if "unix_s" in r and (self.track.unix_s is None or r["rank"] == 0):
             self.track.unix_s = r["unix_s"] - r["t"]
+
+    def _simulated(self, r: Record) -> None:
+        self.track.simulated = r["hardware"]
 
     def _mark(self, r: Record) -> None:
         kind = r["kind"]

@@ -97,7 +97,7 @@ def _span(axes: Any, row: int, start: float | None, end: float | None, colour: A
 
 
 def _title(told: Timeline) -> str:
-    parts = [f"iteration {told.iteration}"]
+    parts = [f"iteration {told.iteration}{' (simulated)' if told.simulated else ''}"]
     for name, t in (("first dispatch", told.first_dispatch), ("rollout", told.rollout_end), ("train end", told.train_end)):
         if t is not None:
             parts.append(f"{name} {t:.3g} s")

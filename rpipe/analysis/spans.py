@@ -204,6 +204,7 @@ class Mark:
 class Track:
     """What of an attempt belongs to no single iteration."""
 
+    simulated: str = ""  # on which hardware, where this is no real run
     unix_s: float | None = None  # wall clock at t = 0, where the log says it
     ready_t: float | None = None  # all training ranks stood
     warm_up: tuple[float, float] | None = None

@@ -38,6 +38,7 @@ class RunSummary:
     spans: list[AttemptSpan]
     home: dict[int, int]  # complete iteration -> index of the attempt that it is taken from
     outages: list[str]  # a sentence each
+    simulated: str  # on which hardware; empty for a real run
     other_events: dict[str, int]  # kinds that no figure comes from -> how many
 
 
@@ -108,6 +109,7 @@ def summarize(run: Path, see: Callable[[Detail], None] | None = None) -> RunSumm
         spans=history.history([one.directory for one in passes], tracks, ends, [one.work for one in passes], home),
         home=home,
         outages=history.outages(tracks),
+        simulated=next((track.simulated for track in tracks if track.simulated), ""),
         other_events=other,
     )
 
@@ -139,6 +141,7 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         totals.add(told)
     return {
         "name": name,
+        "simulated": found.simulated,
         "ended": found.attempts[-1].end,  # empty at a normal end, None while it runs or where it was killed
         "seconds": sum(attempt.seconds for attempt in found.attempts),
         "tokens_per_s": sum(row["generated_tokens"] for row in rows) / rollout_s if rollout_s else None,

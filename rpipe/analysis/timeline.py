@@ -44,6 +44,7 @@ class GroupRow:
 @dataclass(slots=True)
 class Timeline:
     iteration: int
+    simulated: bool = False
     turns: dict[int, list[Bar]] = field(default_factory=dict)  # engine -> bars, lanes from 0
     completions: list[tuple[float, int | None]] = field(default_factory=list)  # trainable groups: when, and their step
     micro_batches: list[Bar] = field(default_factory=list)  # lane = replica
@@ -120,6 +121,7 @@ def _of(at: Detail, figures: Iteration, track: Track) -> Timeline:
     found.completions.sort(key=lambda one: one[0])
     found.rollout_end, found.train_end = since(at.rollout_ended_t), since(at.train_ended_t)
     found.first_dispatch = since(figures.first_dispatch_t)
+    found.simulated = bool(track.simulated)
     return found
 
 

@@ -115,3 +115,16 @@ def test_what_the_launcher_wrote_dates_an_attempt_and_says_why_it_ended(tmp_path
     assert two["start_s"] == 200.0 and two["gap_s"] == pytest.approx(200.0 - first_s)
     assert (one["ended"], one["nodes"], one["job"], two["ended"]) == ("SIGTERM: preempted", "n[1-3]", "17", "")
     assert "attempt 1 ended: SIGTERM: preempted" in run["problems"]
+
+
+def test_a_simulated_run_says_so_everywhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    TimedJob(tmp_path / "run" / "attempt-1").run()
+    log = tmp_path / "run" / "attempt-1" / "events" / "rank00000.jsonl"
+    note = '{"v":1,"t":0.0,"rank":0,"seq":0,"io":"note","kind":"Simulated","hardware":"a800 (UNCALIBRATED)"}\n'
+    log.write_text(note + log.read_text())
+    assert main([str(tmp_path / "run"), "--html", str(tmp_path / "x.html")]) == 0
+    out = capsys.readouterr().out
+    assert "run (simulated): 3 iterations" in out and "hardware         a800 (UNCALIBRATED)" in out
+    assert '"simulated":"a800 (UNCALIBRATED)"' in (tmp_path / "x.html").read_text()
+    assert main([str(tmp_path / "run"), str(tmp_path / "run")]) == 0
+    assert "(simulated)" in capsys.readouterr().out

@@ -20,6 +20,13 @@ const COLUMNS = [
 const runColour = (index) => (TWO ? colour(index ? "b" : "a") : colour("a"));
 const rowsOf = (run) => run.report.iterations;
 
+function simulated() {
+  for (const run of RUNS) {
+    const on = run.report.run.simulated;
+    if (on) byId("simulated").append(element("p", {}, `${run.name} is simulated, on ${on}: no machine took these seconds.`));
+  }
+}
+
 function tiles() {
   const edge = (rows, key) => (rows.length ? [rows[0][key], rows[rows.length - 1][key]] : [null, null]);
   const rise = ([first, last]) => (missing(first) ? "–" : `${fixed(first, 3)} → ${fixed(last, 3)}`);
@@ -280,6 +287,7 @@ function keys(event) {
 }
 
 function start() {
+  simulated();
   tiles();
   against();
   why();
