@@ -6,7 +6,7 @@ Nothing here keeps more than one record: a log is read as a stream, however long
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from rpipe.core.eventlog import FORMAT, records
 
+SMALL_BYTES = 1 << 15
 Record = dict[str, Any]
 
 
@@ -56,7 +57,12 @@ def launcher_said(attempt: Path) -> dict[str, Any]:
 
 def read(attempt: Path) -> Iterator[Record]:
     """Every record of all ranks, by time. Raises RunError that names file and line of a damaged one."""
-    return heapq.merge(*map(_read, files(attempt)), key=_time)
+    streams: list[Iterable[Record]] = [
+        # a thousand ranks write only notes: their files need not stay open
+        list(_read(path)) if path.stat().st_size <= SMALL_BYTES else _read(path)
+        for path in files(attempt)
+    ]
+    return heapq.merge(*streams, key=_time)
 
 
 def _time(record: Record) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from pathlib import Path
 
@@ -525,3 +526,18 @@ def test_a_pipeline_of_two_stages_idles_a_third_of_a_call_of_two_micro_batches(t
     lines = (tmp_path / "attempt-1" / "events" / "rank00001.jsonl").read_text().replace('"cuts":[]', '"cuts":[3,1]')
     (tmp_path / "attempt-1" / "events" / "rank00001.jsonl").write_text(lines)
     assert report(tmp_path, "hand")["iterations"][0]["pipeline_bubble"] == pytest.approx(1 / 3)
+
+
+def test_the_files_of_a_thousand_ranks_need_not_be_open_at_once(tmp_path: Path):
+    rollout, training = logs(tmp_path / "attempt-1")
+    with rollout, training:
+        serial_iteration(rollout, training, 0.0)
+    for rank in range(2, 200):
+        with EventLog(tmp_path / "attempt-1" / "events", rank) as log:
+            log.note(0.0, "JobStarted", role="training", host="n", attempt=1, pid=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))
+    try:
+        assert len(report(tmp_path, "x")["iterations"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
