@@ -26,10 +26,10 @@ from rpipe.sim.planner import Found, plan
 SHOWN = 10
 SHOW_EVERY_S = 0.5
 COLUMNS = (
-    f"{'':>3} {'iteration':>10} {'rollout':>9} {'train':>9} {'waiting':>9} {'first':>9}  {'engines':>12}  {'trainer':<34}"
+    f"{'':>3} {'iteration':>10} {'rollout':>9} {'train':>9} {'waiting':>9} {'first':>9}  {'engines':>12}  {'trainer':<38}"
     f" {'F_w':>5}  {'engine':>9} {'KV':>10} {'trainer':>9}"
 )
-UNITS = f"{'':>3} {'s':>10} {'s':>9} {'s':>9} {'s':>9} {'s':>9}  {'':>12}  {'':<34} {'':>5}  {'GB':>9} {'tokens':>10} {'GB':>9}"
+UNITS = f"{'':>3} {'s':>10} {'s':>9} {'s':>9} {'s':>9} {'s':>9}  {'':>12}  {'':<38} {'':>5}  {'GB':>9} {'tokens':>10} {'GB':>9}"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,7 +105,7 @@ def run_file(asked: argparse.Namespace, chosen: Config, found: Found) -> str:
     words = " ".join([asked.config, *asked.overrides])
     return (
         f"# rpipe plan {words} --accelerators {found.space.accelerators}\n"
-        f"# Simulated on {described(hardware_of(chosen))}: {figures.iteration_s:,.1f} s an iteration.\n"
+        f"# Simulated on {described(hardware_of(chosen))}: {seconds(figures.iteration_s)} s an iteration.\n"
         f"# {' '.join(f'{key}={value}' for key, value in keys_of(best).items())}\n" + configs.dump(chosen)
     )
 
@@ -132,7 +132,7 @@ def told(config: Config, found: Found, wall_s: float) -> str:
         lines.append(own_refusal(config, space))
     lines += ["", "not chosen:", *(f"{n:>9,}  {reason}" for reason, n in sorted(found.pruned.items()) if n), ""]
     lines.append(
-        f"no plan can take less than {found.bound_s:,.1f} s in the first iteration (by bounds);"
+        f"no plan can take less than {seconds(found.bound_s)} s in the first iteration (by bounds);"
         f" {found.rollouts} rollouts and {found.wholes} whole iterations were simulated in {wall_s:.1f} s"
     )
     if found.cut > 0:
@@ -143,7 +143,7 @@ def told(config: Config, found: Found, wall_s: float) -> str:
     lines.append("best: " + " ".join(f"{key}={value}" for key, value in keys_of(best).items()))
     if found.own is not None and found.own[0] != best:
         gain = 1 - figures.iteration_s / found.own[1].iteration_s
-        lines.append(f"{gain:.1%} shorter than the config's own {found.own[1].iteration_s:,.1f} s")
+        lines.append(f"{gain:.1%} shorter than the config's own {seconds(found.own[1].iteration_s)} s")
     return "\n".join(lines)
 
 
@@ -165,13 +165,17 @@ def row(name: str, space: Space, one: Plan, figures: Figures) -> str:
     if cuts or trainer.recompute:
         layout += f" ({', '.join(cuts + ['recompute'] * trainer.recompute)})"
     return (
-        f"{name:>3} {figures.iteration_s:>10,.1f} {figures.rollout_s:>9,.1f} {figures.train_busy_s:>9,.1f}"
-        f" {figures.waiting_s:>9,.1f} {figures.first_dispatch_s:>9,.1f}"
-        f"  {f'{engines.ranks} = {engines.count} x {engines.tp}':>12}  {layout:<34}"
+        f"{name:>3} {seconds(figures.iteration_s):>10} {seconds(figures.rollout_s):>9} {seconds(figures.train_busy_s):>9}"
+        f" {seconds(figures.waiting_s):>9} {seconds(figures.first_dispatch_s):>9}"
+        f"  {f'{engines.ranks} = {engines.count} x {engines.tp}':>12}  {layout:<38}"
         f" {one.frontier_groups if one.frontier_groups is not None else '-':>5}"
         f"  {f'{in_engine.total / 1e9:.1f}' if in_engine else '-':>9} {space.kv_tokens[engines.tp]:>10,}"
         f" {f'{in_trainer.total / 1e9:.1f}' if in_trainer else '-':>9}"
     )
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
 
 
 def as_json(config: Config, found: Found) -> dict[str, Any]:
