@@ -184,7 +184,7 @@ def as_json(config: Config, found: Found) -> dict[str, Any]:
         "accelerators": found.space.accelerators,
         "hardware": {"name": hardware.name, "source": hardware.source, "calibrated": hardware.calibrated},
         "iterations": found.iterations,
-        "plans": [_plan_json(found.space, *one) for one in found.best],
+        "plans": [_plan_json(found.space, *one) for one in found.best[:SHOWN]],
         "own": _plan_json(found.space, *found.own) if found.own is not None else None,
         "pruned": {reason: n for reason, n in sorted(found.pruned.items()) if n},
         "bound_s": found.bound_s,
