@@ -49,19 +49,20 @@ def test_one_host_ends_with_the_bits_of_three(uninterrupted: Submitted, cluster:
     assert one.weights() == uninterrupted.weights()
 
 
+@pytest.mark.timeout(600)
 def test_preempted_and_stopped_at_its_time_limit_it_goes_on_by_itself_to_the_same_bits(
     uninterrupted: Submitted, cluster: Cluster, tmp_path: Path
 ) -> None:
     """First a job in another partition takes the hosts (Slurm's TERM), then the limit comes near (Slurm's USR2)."""
     slow = tmp_path / "slow"
     slow.touch()
-    job = Submitted(cluster, tmp_path, tree(tmp_path), "-N3", "--signal=B:USR2@120", "--time=120")
+    job = Submitted(cluster, tmp_path, tree(tmp_path), "-N3", "--signal=B:USR2@180", "--time=120")
     job.until("first step", lambda: bool(job.events(1, "StepDone")))
     urgent = cluster.submit("-p", "urgent", "-N3", "--exclusive", "-o", f"{tmp_path}/urgent", "--wrap=true")
     assert cluster.wait(urgent, 150) == "COMPLETED"
 
     job.until("first step of the second attempt", lambda: bool(job.events(1, "StepDone", 2)))
-    near = _minutes(cluster, job.number) + 2  # one to two minutes from now
+    near = _minutes(cluster, job.number) + 3  # two to three minutes from now
     cluster.run("ctl", ["scontrol", "update", f"jobid={job.number}", f"timelimit={near}"])
     job.until("third attempt", lambda: (job.run_dir / "attempt-3").exists())
     slow.unlink()
