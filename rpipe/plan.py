@@ -20,7 +20,8 @@ from rpipe import config as configs
 from rpipe.config import Config, ConfigError
 from rpipe.sim.costs import described, hardware_of
 from rpipe.sim.judge import Figures, Judge
-from rpipe.sim.layouts import Plan, Space, keys_of, plan_of, with_plan
+from rpipe.sim.layouts import Plan, keys_of, plan_of, with_plan
+from rpipe.sim.plan_space import Space
 from rpipe.sim.planner import Found, plan
 
 SHOWN = 10

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from rpipe.config import Config
 from rpipe.sim.costs import EngineCosts, TrainerCosts, engine_costs, hardware_of, publish_s, trainer_costs
-from rpipe.sim.layouts import Engines, Plan, Space, Trainer, with_plan
+from rpipe.sim.layouts import Engines, Plan, Trainer, with_plan
+from rpipe.sim.plan_space import Space
 from rpipe.sim.shape import shape_of
 from rpipe.sim.workload import GroupWork
 

@@ -15,7 +15,8 @@ from rpipe.core import events as e
 from rpipe.sim.bounds import Bounds, Work, estimated_s, work_of
 from rpipe.sim.costs import hardware_of, publish_s, trainer_costs
 from rpipe.sim.job import SimulatedJob
-from rpipe.sim.layouts import Engines, Plan, Trainer, space_of
+from rpipe.sim.layouts import Engines, Plan, Trainer
+from rpipe.sim.plan_space import space_of
 from rpipe.sim.run import simulate
 from rpipe.sim.workload import GroupWork, Source, source_of
 

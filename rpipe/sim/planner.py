@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from rpipe.config import Config
 from rpipe.sim.judge import Figures, Judge
-from rpipe.sim.layouts import Engines, Plan, Space, Trainer, plan_of
+from rpipe.sim.layouts import Engines, Plan, Trainer, plan_of
+from rpipe.sim.plan_space import Space
 from rpipe.sim.run import simulate
 
 MARGIN = 1.05  # a bound that is so much worse than the best estimate ends the search there

@@ -10,13 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rpipe import config as configs
 from rpipe.config import ConfigError
 from rpipe.plan import main
 from rpipe.sim.judge import Judge
-from rpipe.sim.layouts import Engines, keys_of, space_of
+from rpipe.sim.layouts import Engines, keys_of
 from rpipe.sim.memory import engine_memory, trainer_memory
+from rpipe.sim.plan_space import space_of
 from rpipe.sim.planner import exhaustive, plan
 from rpipe.sim.run import simulate
 from rpipe.sim.shape import shape_of
@@ -176,6 +178,17 @@ def test_measured_hardware_keeps_the_layout_it_was_measured_with():
     assert {e.tp for e in space.engines} == {1} and Engines(3, 1) in space.engines
     assert {t.lockstep for found in space.trainers.values() for t in found} == {1}
     assert isinstance(space.pruned, Counter) and any("measured" in reason for reason in space.pruned)
+
+
+def test_stages_on_two_kinds_of_accelerators_keep_their_split():
+    kinds = yaml.safe_load((ROOT / "configs" / "cluster" / "a100.yaml").read_text())["hardware"]["accelerator"]
+    other = f"hardware.training_accelerator={json.dumps({**kinds, 'memory_bytes': 48_000_000_000})}"
+    config = small(other, "cluster.rollout_ranks=2", "cluster.training_ranks=8")
+    found = plan(config, 10, iterations=1)
+    assert {(p.engines.ranks, p.trainer.ranks) for p in found.space.plans()} == {(2, 8)}
+    assert {p.engines.tp for p in found.space.plans()} == {1, 2} and found.own is not None
+    with pytest.raises(ConfigError, match=r"--accelerators 12: .* the split stays; wanted: 10"):
+        space_of(config, 12)
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
