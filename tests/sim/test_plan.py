@@ -14,7 +14,7 @@ import yaml
 
 from rpipe import config as configs
 from rpipe.config import ConfigError
-from rpipe.plan import main
+from rpipe.plan import main, told
 from rpipe.sim.judge import Judge
 from rpipe.sim.layouts import Engines, keys_of
 from rpipe.sim.memory import engine_memory, trainer_memory
@@ -178,6 +178,22 @@ def test_measured_hardware_keeps_the_layout_it_was_measured_with():
     assert {e.tp for e in space.engines} == {1} and Engines(3, 1) in space.engines
     assert {t.lockstep for found in space.trainers.values() for t in found} == {1}
     assert isinstance(space.pruned, Counter) and any("measured" in reason for reason in space.pruned)
+
+
+def test_a_trace_is_planned_for_as_many_iterations_as_it_holds(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"group": g, "sample": s, "output_tokens": 100 + 40 * g + 300 * s} for g in range(16) for s in range(4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = plan(small("workload.lengths=trace", f"workload.path={trace}"), 4, iterations=3)
+    assert found.iterations == 2 and found.best[0][1].generated_tokens == sum(row["output_tokens"] for row in rows) / 2
+
+
+def test_what_a_deadline_would_cut_is_told_and_not_planned_with():
+    config = small("rollout.trajectory_deadline_s=4")
+    found = plan(config, 4, iterations=1)
+    assert found.cut > 0.05 and plan(small(), 4, iterations=1).cut == 0
+    assert found.best == plan(small(), 4, iterations=1).best
+    assert "would cut" in told(config, found, 1.0)
 
 
 def test_stages_on_two_kinds_of_accelerators_keep_their_split():
