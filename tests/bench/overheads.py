@@ -28,6 +28,8 @@ from rpipe.core.events import (
     AnyEvent,
     GroupArrived,
     GroupReceived,
+    GroupsDrawn,
+    RolloutRequested,
     SendGroup,
     StepDone,
     TurnFinished,
@@ -76,6 +78,7 @@ def told(run_dir: Path) -> str:
         ("channel, a group", f"{statistics.median(event.nbytes for event in arrived):.0f} bytes"),
         ("channel, a group", f"{statistics.median(way_s):.4f} s from SendGroup to its receipt, median;"
          f" {min(way_s):.4f} s where the trainer was free"),
+        ("prompt tokens found cached", f"{cached_share(rollout):.0%}"),
         ("publish", f"{statistics.median(published):.3f} s, median ({sum(published) / seconds:.1%} of the job)"),
     ]  # fmt: skip
     return "\n".join(f"{name:34} {value}" for name, value in rows)
@@ -100,6 +103,19 @@ def write_s(histories: list[History]) -> float:
                     for command in commands:
                         log.command(event.t, msgspec.structs.replace(command))
         return time.process_time() - began
+
+
+def cached_share(history: History) -> float:
+    """Of the prompt tokens of all trajectories: those that an engine's prefix cache held when the request began."""
+    prompt: dict[int, int] = {}
+    asked = cached = 0
+    for event, _ in history:
+        if isinstance(event, (RolloutRequested, GroupsDrawn)):
+            prompt.update({spec.group: spec.prompt_tokens for spec in event.groups})
+        elif isinstance(event, TurnFinished):
+            asked += prompt[event.trajectory.group]
+            cached += min(event.cached_tokens, prompt[event.trajectory.group])
+    return cached / asked if asked else 0.0
 
 
 def on_the_way_s(history: History) -> list[float]:
