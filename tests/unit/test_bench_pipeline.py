@@ -35,3 +35,26 @@ def test_a_round_that_an_arm_lacks_does_not_count():
     assert pipeline.whole_rounds({"serial": [row(1.0)], "cgp": []}) == {}
     text = pipeline.table("equal-32", {arm: [row(1.0), row(2.0)] for arm in pipeline.ARMS})
     assert "2 rounds" in text and "soft frontier" in text
+
+
+def test_a_run_that_was_broken_off_goes_on_and_every_round_begins_with_another_arm(tmp_path, monkeypatch, capsys):
+    asked: list[tuple[str, str]] = []
+
+    def job(config_path, run_dir, *overrides):
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        asked.append((next(o for o in overrides if "run.seed" in o), overrides[-1]))
+        return {"iterations": [row(99.0), row(9.0)], "wall_s": 1.0}
+
+    monkeypatch.setattr(pipeline, "run", job)
+    command = ["pipeline", "--settings", "equal-32", "--rounds", "2", "--out", str(tmp_path / "kept.json")]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.main()
+    asked.append(("broken", "off"))
+    assert pipeline.main() == 0
+    policies = [policy.removeprefix("admission.policy=") for _, policy in asked]
+    arms = ["fifo", "fifo", "frontier", "soft_frontier"]
+    assert policies == [*arms[:3], "off", arms[3], *arms[1:], arms[0]]
+    told = capsys.readouterr().out
+    assert "equal-32: 2 rounds" in told and "9.000 [9.000 .. 9.000]" in told, "the second iteration counts"
