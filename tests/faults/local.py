@@ -33,7 +33,6 @@ def chain(folder: Path, real: bool) -> list[Row]:
             rows.append(second_job(run))
             rows.append(full_disk(run))
             rows.append(truncated(run))
-            ends_whole(run)
         finally:
             run.stop()
     return rows
@@ -94,16 +93,17 @@ def full_disk(run: Run) -> Row:
 
 
 def truncated(run: Run) -> Row:
-    """The newest checkpoint loses half of its largest file while nobody looks."""
+    """The newest checkpoint loses half of its largest file while nobody looks; then the run goes on to its normal end."""
     run.wait_for_steps(checkpoints=2)
     run.stop()
     newest, older = sorted(run.checkpoints.glob("iteration-??????"), reverse=True)[:2]
     largest = max(newest.iterdir(), key=lambda p: p.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
+    iterations = int(newest.name[-6:]) + 1
     began = time.monotonic()
-    recovered = run.resumes()
+    recovered = run.resumes(f"run.iterations={iterations}")
     assert run.events("Resumed")[0]["checkpoint"] == older.name
-    assert newest.with_name(newest.name + ".damaged").is_dir() or newest.is_dir()  # the latter: trained again by now
+    ends_whole(run, iterations)
     log = (run.path / f"attempt-{run.attempt}" / "job.log").read_text(errors="replace")
     line = next(x for x in log.splitlines() if "the checkpoint is damaged; going on from" in x)
     skipped = int(newest.name[-6:]) - int(older.name[-6:])
@@ -111,16 +111,13 @@ def truncated(run: Run) -> Row:
     return Row("a checkpoint truncated by hand", None, recovered - began, lost, short(line, run))
 
 
-def ends_whole(run: Run) -> None:
-    """After all this the run still ends normally, with every iteration trained."""
-    run.wait_for_steps(checkpoints=1)
-    run.stop()
-    reached = max(int(p.name[-6:]) for p in run.checkpoints.glob("iteration-??????"))
-    run.start(f"run.iterations={reached + 1}")
+def ends_whole(run: Run, iterations: int) -> None:
+    """After all this every iteration was trained, and nothing but whole checkpoints is left."""
     run.ends(0)
     assert (run.path / "hf" / "model.safetensors").exists()
     trained = {r["iteration"] for n in range(1, run.attempt + 1) for r in run.events("RolloutEnded", n)}
-    assert trained >= set(range(reached + 1)), sorted(set(range(reached + 1)) - trained)
+    assert trained >= set(range(iterations)), sorted(set(range(iterations)) - trained)
+    assert {p.name for p in run.checkpoints.iterdir()} == {f"iteration-{n:06d}" for n in (iterations - 1, iterations)}
 
 
 def short(text: str, run: Run) -> str:

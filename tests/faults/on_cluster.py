@@ -63,10 +63,9 @@ class ClusterRun(Run):
             return self.attempt > attempt and bool(self.events("StepDone"))
 
         moment = self.until("a step of the next attempt", stepped)
-        assert self.attempt == attempt + 1
         resumed = self.events("Resumed")[0]["iteration"]
         saved = [e["iteration"] for n in range(1, self.attempt) for e in self.events("CheckpointSaved", n)]
-        assert resumed == max(saved), (resumed, saved)
+        assert resumed >= max(saved), (resumed, saved)  # an attempt may die between a checkpoint and its line in the log
         return moment, by
 
 
@@ -79,16 +78,17 @@ def chain(cluster: Cluster, folder: Path, real: bool) -> list[Row]:
         run.wait_for_steps()
         assert run.state() == "RUNNING"
     finally:
-        cluster.cancel_all()
+        cluster.run("ctl", ["scancel", str(run.number)], check=False)
     return rows
 
 
 def controller(run: ClusterRun) -> Row:
-    began = time.monotonic()
+    before, attempt = len(run.events("StepDone")), run.attempt
     run.cluster.restart_controller(down_s=5.0)
-    after = run.next_step()
+    steps = len(run.events("StepDone")) - before
+    assert steps and run.attempt == attempt, "the job did not work on without the controller"
     run.until("the controller", lambda: run.state() == "RUNNING", 60.0)
-    return Row("slurmctld killed, back after 5 s", None, after - began, "nothing", "the job does not notice")
+    return Row("slurmctld killed, back after 5 s", None, None, "nothing", f"the job does not notice: {steps} steps meanwhile")
 
 
 def short_cut(run: ClusterRun) -> Row:
@@ -99,7 +99,7 @@ def short_cut(run: ClusterRun) -> Row:
     run.next_step()
     after = run.next_step()  # the first may have been under way
     assert run.attempt == attempt
-    return Row("link cut for 5 s", None, after - began, "nothing", "the job does not notice")
+    return Row("link cut for 5 s", None, after - began, "nothing", "it waits, and goes on")
 
 
 def taken_down(run: ClusterRun) -> Row:

@@ -128,4 +128,6 @@ class Run:
 def lost_steps(run: Run, attempt: int) -> str:
     """What attempt `attempt` had finished and the next one did again."""
     count = run.steps_since_checkpoint(attempt)
+    if not count:
+        return "nothing"
     return f"{count} step{'' if count == 1 else 's'} since the last checkpoint, done again"
