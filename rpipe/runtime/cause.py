@@ -21,6 +21,8 @@ _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[-,\d]*: ([A-Z][a-z]+(?: [a
 _SRUN_SIGNALS = {"Killed": 9, "Aborted": 6, "Segmentation fault": 11, "Bus error": 7}  # Terminated: srun ending the others
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Refused|Timeout)(?::.*)?$")
 
+_NOT_LAUNCHED = re.compile(r"^srun: .*(?:launch failed: |aborted before step completely launched)", re.MULTILINE)
+
 Role = Callable[[int], str]
 
 
@@ -33,6 +35,11 @@ def first_failure(attempt: Path) -> tuple[int, str] | None:
         if rank.isdigit() and reason:
             return int(rank), reason
     return None
+
+
+def not_launched(log: str) -> bool:
+    """Whether Slurm itself failed to start the step, so that no rank is to blame."""
+    return _NOT_LAUNCHED.search(log) is not None
 
 
 def explain(log: str, attempt: Path, code: int, role: Role) -> str:

@@ -18,13 +18,15 @@ from rpipe.config import Config, ConfigError
 from rpipe.data import gguf_model
 from rpipe.data.entry import DataError
 from rpipe.data.jsonl import jsonl_entries
-from rpipe.runtime import allocation, environment, mpirun
+from rpipe.runtime import allocation, cause, environment, mpirun
 from rpipe.runtime import attempt as attempt_record
 from rpipe.runtime.allocation import Plan
 from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
 from rpipe.runtime.rundir import RunDir
 from rpipe.runtime.supervise import Outcome, supervise
+
+AGAIN_S, LAUNCH_WITHIN_S = 10.0, 180.0  # between tries to launch a step, and for all of them
 
 Report = Callable[[Path], str]  # writes RUN_DIR/report.json, returns what a person reads
 
@@ -69,7 +71,7 @@ def _attempt(
         _say(plan.table())
     began = time.monotonic()
     begun = attempt_record.begin(run)
-    outcome = _job(config, starter, plan, run, module)
+    outcome = _launched(config, starter, plan, run, module)
     attempt_record.end(run, begun, outcome.code, outcome.cause)
     log = run.attempt_path / "job.log"
     if outcome.code == 1:
@@ -80,6 +82,23 @@ def _attempt(
         _report(report, run.path, outcome)
     _say(f"run dir: {run.path}")
     return outcome.code
+
+
+def _launched(config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir, module: str) -> Outcome:
+    """Run the job; again where Slurm could not launch it: a job that it started again has the step numbers of its last start,
+    and what still ends of that on some host (a minute, behind a dead peer) is in the way."""
+    log, end = run.attempt_path / "job.log", time.monotonic() + LAUNCH_WITHIN_S
+    while True:
+        before = log.stat().st_size if log.exists() else 0
+        outcome = _job(config, starter, plan, run, module)
+        if outcome.code != 1 or plan is None or run.events.exists() or time.monotonic() > end:
+            return outcome
+        if not cause.not_launched(log.read_bytes()[before:].decode(errors="replace")):
+            return outcome
+        _complain(
+            f"Slurm could not launch the ranks, an earlier step of this job may still be ending: again in {AGAIN_S:.0f} s"
+        )
+        time.sleep(AGAIN_S)
 
 
 def _job(config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir, module: str) -> Outcome:

@@ -20,7 +20,6 @@ def weights_group(engine: int, life: int) -> str:
     return f"rpipe_weights.{engine}.{life}"
 
 
-
 def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
     """A store for rank 0 to serve, on a port that the kernel picks (`store.port`): one picked earlier may be taken by now."""
     return dist.TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
