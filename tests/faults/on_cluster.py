@@ -57,7 +57,7 @@ class ClusterRun(Run):
         def stepped() -> bool:
             nonlocal by
             meanwhile()
-            if self.attempt == attempt and self.state() in ENDED:  # the ranks were quicker than Slurm: a person's turn
+            if self.state() in ENDED:  # a person's turn
                 by = "submitted again by hand"
                 self.submit()
             return self.attempt > attempt and bool(self.events("StepDone"))
