@@ -8,13 +8,13 @@ Groups are asked about in submission order, one at a time, until one is refused.
 lowest submission order. Engines run small batches, so that each token comes sooner and the groups of the next optimizer step
 finish first. A group holds its place until its last trajectory is done: where rollout is the bottleneck, engines starve.
 
-`soft_frontier` gives engines as much as they can run at once (every slot, within a budget of KV tokens) unless two things hold:
-the trainer would idle soon, and rollout can afford smaller batches. Then it is a frontier, `frontier_groups` wide and wider by
-every group that waits for the trainer. Rollout can afford it while what is left to roll out, and MARGIN more, takes less time
-than what is left to train before the last step, at the rates measured so far; before both are known it is taken to be so.
-Where rollout is the bottleneck this is fifo admission without the requests that would only wait in an engine; where training
-is, the first step's groups come as early as the paper's frontier brings them. In both the engines' queues are ordered by
-priority, minus the submission order: what is backfilled never starts before the frontier.
+`soft_frontier` gives engines as much as they can run at once (every slot, within a budget of KV tokens) unless two things
+hold: the trainer would idle soon, and rollout can afford smaller batches. Then it is a frontier, `frontier_groups` wide and
+WIDEN wider by every group that waits for the trainer. Rollout can afford it while what is left to roll out, and MARGIN more,
+takes less time than what is left to train before the last step, at the rates measured so far; before both are known it is taken
+to be so. Where rollout is the bottleneck this is fifo admission without the requests that would only wait in an engine; where
+training is, the first step's groups come nearly as early as the paper's frontier brings them. In both the engines' queues are
+ordered by priority, minus the submission order: what is backfilled never starts before the frontier.
 
 KV tokens are what trajectories in flight are *expected* to need: prompt and the mean length of finished responses. That is
 cheap to get wrong: what does not fit after all waits in its engine's queue, which starts a request only when there is room,
@@ -76,6 +76,7 @@ class Frontier:
         return load.groups_in_service < self.frontier_groups
 
 
+WIDEN = 2  # groups of frontier more for each that waits for the trainer: 1 starves a trainer that is as fast as rollout
 MARGIN = 0.1  # of the time left to roll out: rates move, and a rollout's last groups come slower than the others
 
 
@@ -91,7 +92,7 @@ class SoftFrontier:
         budget = self.budget_tokens if self.budget_tokens is not None else load.kv_tokens_capacity
         if load.trajectories_in_flight >= load.slots or (budget is not None and load.kv_tokens_expected >= budget):
             return False
-        return load.groups_in_service < self.frontier_groups + load.groups_ready or not self.has_time(load)
+        return load.groups_in_service < self.frontier_groups + WIDEN * load.groups_ready or not self.has_time(load)
 
     def has_time(self, load: RolloutLoad) -> bool:
         """Rollout will be done before the last step's training could begin, however small its batches are now."""

@@ -41,8 +41,8 @@ SLOW_TRAINING = {"rollout_group_s": 1.0, "train_group_s": 2.0}
 def test_a_soft_frontier_is_the_hard_one_until_groups_are_ready_and_wider_by_each_that_is(rates):
     assert SOFT.admits(load(groups_in_service=1, **rates))
     assert not SOFT.admits(load(groups_in_service=2, **rates))
-    assert SOFT.admits(load(groups_in_service=2, groups_ready=1, **rates))
-    assert not SOFT.admits(load(groups_in_service=3, groups_ready=1, **rates))
+    assert SOFT.admits(load(groups_in_service=3, groups_ready=1, **rates))
+    assert not SOFT.admits(load(groups_in_service=4, groups_ready=1, **rates))
 
 
 def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_and_no_more():
