@@ -10,7 +10,8 @@ leave, a stall is prefill_s + prefill_token_s x its tokens; these three are sear
 Trainer. A micro-batch's time x speed = micro_batch_s + trajectory_s x trajectories + token_s x tokens, least squares, never
 negative. The speed is the engine's: one machine.
 
-Everything else is a median of what was seen.
+Everything else is a median of what was seen. Responses and micro-batches that a first fit misses by far are left out of a
+second: another process had the core.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_TURNS = 30
+OUTLIER = 4.0
 TOGETHER_S = 0.006  # first tokens of one prefill reach the log at most so far apart
 SMOOTH = 0.02  # weight of a rate's bend against a token of error
 PREFILLS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -51,9 +53,13 @@ class EngineFit:
     error: float  # root mean square of tokens, over the root mean square of tokens
 
 
-def fit_engine(attempts: Sequence[Seen], sharing: bool) -> EngineFit:
-    """`sharing`: engines and trainer may slow one another. Raises FitError where there is too little to see."""
-    rows = _Rows([t for seen in attempts for t in _turns(seen)])
+def fit_engine(attempts: Sequence[Seen], sharing: bool, kept: NDArray[np.bool_] | None = None) -> EngineFit:
+    """`sharing`: engines and trainer may slow one another. `kept`: which responses count, from a first fit to all.
+
+    Raises FitError where there is too little to see."""
+    stretches = [t for seen in attempts for t in _turns(seen)]
+    once = kept is not None
+    rows = _Rows(stretches if kept is None else [s for s, keep in zip(stretches, kept) if keep])
     if rows.count < LEAST_TURNS:
         raise FitError(f"{rows.count} responses of several tokens; wanted: at least {LEAST_TURNS}")
     speeds = [0.5 + 0.05 * i for i in range(11)] if sharing and rows.shares else [1.0]
@@ -66,9 +72,12 @@ def fit_engine(attempts: Sequence[Seen], sharing: bool) -> EngineFit:
         token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], max(at - w, 0.0), at + w)  # noqa: B023
         if len(speeds) > 1:
             at, w = speed, widths[2]
-            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], max(at - w, 0.3), min(at + w, 1.0))  # noqa: B023
+            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], max(at - w, 0.5), min(at + w, 1.0))  # noqa: B023
         widths = [0.7 * w for w in widths]
     rates, error_tokens = rows.solve(prefill_s, token_s, speed)
+    kept = rows.plausible(rates, prefill_s, token_s, speed)
+    if not once and kept.sum() >= LEAST_TURNS and not kept.all():  # what another process disturbed says nothing of the engine
+        return fit_engine(attempts, sharing, kept)
     steps = np.maximum.accumulate(1 / np.maximum(rates, 1e-6))  # a larger batch never takes a shorter step
     return EngineFit(
         knots=rows.knots,
@@ -164,6 +173,7 @@ class _Rows:
         self.tokens: Array = np.array([s.tokens - 1 for s in stretches], np.float64)
         self.scale = float(np.sqrt(np.mean(self.tokens**2))) if self.count else 1.0
         parts = [self._spread([getattr(s, name) for s in stretches]) for name in ("idle_s", "busy_s", "stalls", "stall_tokens")]
+        self._parts = parts
         self.shares = bool(parts[1].any())
         # Normal equations of every pair of parts, so that a guess costs no pass over the rows.
         self._pairs = np.array([[a.T @ b for b in parts] for a in parts])
@@ -192,6 +202,13 @@ class _Rows:
         for i in range(size - 2):
             bends[i, i : i + 3] = (1, -2, 1)
         return bends
+
+    def plausible(self, rates: Array, prefill_s: float, prefill_token_s: float, shared_speed: float) -> NDArray[np.bool_]:
+        """Whose tokens are missed by less than OUTLIER times what is usual."""
+        weights = (1.0, shared_speed, -prefill_s, -prefill_token_s)
+        missed = np.abs(sum(w * part for w, part in zip(weights, self._parts)) @ rates - self.tokens)
+        usual = max(float(np.median(missed)), 0.5)  # a token is whole
+        return missed <= OUTLIER * usual
 
     def solve(self, prefill_s: float, prefill_token_s: float, shared_speed: float) -> tuple[Array, float]:
         """Rates at the knots, and the root mean square error in tokens."""
@@ -231,6 +248,11 @@ def fit_trainer(attempts: Sequence[Seen], shared_speed: float) -> TrainerFit:
         raise FitError(f"{len(rows)} micro-batches and {len(steps)} optimizer steps; wanted: at least 3 and 1")
     matrix, target = np.array(rows), np.array(works)
     found = nonnegative(matrix, target)
+    missed = np.abs(matrix @ found - target)
+    kept = missed <= OUTLIER * max(float(np.median(missed)), 1e-4)
+    if kept.sum() >= 3:
+        matrix, target = matrix[kept], target[kept]
+        found = nonnegative(matrix, target)
     error = float(np.sqrt(np.mean((matrix @ found - target) ** 2) / np.mean(target**2)))
     return TrainerFit(float(found[0]), float(found[1]), float(found[2]), statistics.median(steps), error)
 
@@ -290,12 +312,12 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "draw_s": _short(_median([s for seen in attempts for s in seen.draw_s])),
         "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
     }
-    if cores is not None and engine.shared_speed < 0.999:
-        # Who computes gets cores / demand; a training rank is one thread, the rest of the demand is the engine's.
+    if cores is not None:
+        # Who computes gets cores / demand; a training rank is one thread, as an engine's scheduler is; the rest is the engine's.
         trainer_cores = 1.0
         tree["host"] = {
             "cores": cores,
-            "engine_cores": _short(max(cores / engine.shared_speed - trainer_cores, 0.1)),
+            "engine_cores": _short(max(cores / engine.shared_speed - trainer_cores, 1.0)),
             "trainer_cores": trainer_cores,
         }
     return tree, {"engine": engine.error, "trainer": trainer.error, "shared speed": engine.shared_speed}

@@ -1,6 +1,6 @@
 """Does the plan of memory hold? One training rank's parts as estimated, and what the process held, phase by phase.
 
-    python -m tests.bench.memory CONFIG [key=value ...]       one process, one step of full micro-batches, no engine
+python -m tests.bench.memory CONFIG [key=value ...]       one process, one step of full micro-batches, no engine
 """
 
 from __future__ import annotations

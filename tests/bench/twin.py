@@ -2,8 +2,8 @@
 
     python -m tests.bench.twin [--folder DIR] [--rounds 2] [--only NAME ...]
 
-One job warms a model up. Then real jobs of every kind below start from it, each `rounds` times with the same seed. `rpipe
-calibrate` fits a hardware profile to the first round of the two calibration jobs. Every other job is simulated with that
+One job warms a model up. Then real jobs of every kind below start from it, in `rounds` rounds, with the same seed. `rpipe
+calibrate` fits a hardware profile to the jobs of the two calibration kinds. Every other job is simulated with that
 profile and with the lengths and rewards that its real run had; none of its times. Errors are of medians over a job's
 iterations but the first, beside the spread of the real rounds: how far two runs of the very same job are from one another.
 
@@ -29,7 +29,7 @@ from rpipe.analysis.run import read
 from rpipe.sim.run import medians, simulate
 
 ROOT = Path(__file__).resolve().parents[2]
-ITERATIONS = 6
+ITERATIONS = 12
 LEFT_OUT = 1  # iterations in which caches and pages are still cold
 LENGTHS = {"min_terms": 2, "max_terms": 8, "max_number": 9}
 BASE: dict[str, Any] = {
@@ -84,13 +84,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         at = asked.folder or Path(folder)
         at.mkdir(parents=True, exist_ok=True)
-        if asked.only:
-            for name in asked.only:
-                make(at, name, asked.rounds)
-            return 0
-        for name in (*CALIBRATION, *TARGETS):
-            make(at, name, asked.rounds)
-        return compare(at, asked.rounds)
+        for number in range(asked.rounds):
+            for name in asked.only or (*CALIBRATION, *TARGETS):
+                make(at, name, number)
+        return 0 if asked.only else compare(at, asked.rounds)
 
 
 # ---- real runs ------------------------------------------------------------------------------------------------------
@@ -108,8 +105,8 @@ def path_of(folder: Path, name: str, number: int) -> Path:
     return folder / f"{name.replace(',', '').replace(' ', '-')}-{number}"
 
 
-def make(folder: Path, name: str, rounds: int) -> None:
-    """The real runs of one kind, where they are missing."""
+def make(folder: Path, name: str, number: int) -> None:
+    """One real run, if it is missing."""
     model = folder / "warm" / "hf"
     if not model.is_dir():
         warm = {
@@ -122,11 +119,11 @@ def make(folder: Path, name: str, rounds: int) -> None:
         real(folder / "warm", merged(BASE, warm))
     if name == "warm":
         return
-    for number in range(rounds):
-        run_dir = path_of(folder, name, number)
-        if not (run_dir / "report.json").exists():
-            real(run_dir, merged(BASE, {"model": {"path": str(model)}}, {**CALIBRATION, **TARGETS}[name]))
-            print(f"{run_dir.name}: done", flush=True)
+    run_dir = path_of(folder, name, number)
+    if not (run_dir / "report.json").exists():
+        before = os.getloadavg()[0]
+        real(run_dir, merged(BASE, {"model": {"path": str(model)}}, {**CALIBRATION, **TARGETS}[name]))
+        print(f"{run_dir.name}: done; load average {before:.1f} before, {os.getloadavg()[0]:.1f} after", flush=True)
 
 
 def real(run_dir: Path, tree: dict[str, Any]) -> None:
@@ -158,7 +155,7 @@ def twin(run_dir: Path, profile: Path) -> dict[str, float | None]:
 
 def compare(folder: Path, rounds: int) -> int:
     profile = folder / "profile.yaml"
-    runs = [str(path_of(folder, name, 0)) for name in CALIBRATION]
+    runs = [str(path_of(folder, name, number)) for name in CALIBRATION for number in range(rounds)]
     subprocess.run([sys.executable, "-m", "rpipe.cli", "calibrate", *runs, "--out", str(profile)], check=True)
     errors: dict[str, list[float]] = {title: [] for title in FIGURES}
     spreads: dict[str, list[float]] = {title: [] for title in FIGURES}
