@@ -313,7 +313,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
     }
     if cores is not None:
-        # Who computes gets cores / demand. A training rank is one thread, and an engine's scheduler another; more is the engine's.
+        # Who computes gets cores / demand: a training rank and an engine's scheduler are a thread each, the rest the engine's.
         trainer_cores = 1.0
         tree["host"] = {
             "cores": cores,
