@@ -127,3 +127,33 @@ def test_replaying_a_history_with_losses_gives_the_same_commands(data, width):
     for event, commands in run.rollout_history:
         text = msgspec.json.encode(event)
         assert again.rollout.on(msgspec.json.decode(text, type=type(event))) == commands
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), widths, st.sets(st.integers(0, 17)), st.sets(st.integers(0, 17)), st.integers(0, 3), st.integers(0, 2))
+def test_with_refill_losses_and_kept_groups_the_same_groups_are_trained(data, width, kept, dull, refill, ahead):
+    """Whatever happened before and happens now, the selection is by submission order alone."""
+
+    def run(losses: int, kept: set[int]) -> list[list[int]]:
+        random = data.draw(st.randoms(use_true_random=False))
+        moments = {random.randrange(250): random.randrange(2) for _ in range(losses)}
+        policy = {"drop_zero_variance": True, "refill_groups": refill, "over_sampling_groups": ahead, "engine_restarts": 1000}
+        made = PureJob(
+            rollout_settings(admission=admission(width), **policy),
+            training_settings(mode="exact"),
+            groups=6,
+            samples=4,
+            choose=random.randrange,
+            lose=moments.get,
+            reward=lambda t: 1.0 if t.group in dull else float(t.sample % 2),
+        )
+        for group in kept:
+            tokens = tuple(made.length(TrajectoryId(group, s)) for s in range(4))
+            rewards = tuple(made.reward(TrajectoryId(group, s)) for s in range(4))
+            made.kept[group] = e.GroupSpec(group, 4, output_tokens=tokens, rewards=rewards)
+        made.run()
+        assert made.training.done and made.rollout.done
+        assert not {c.trajectory.group for c in made.rollout_commands(e.SendTurn)} & kept
+        return [sorted(c.groups) for c in made.training_commands(e.FinishStep)]
+
+    assert run(12, kept) == run(0, set())
