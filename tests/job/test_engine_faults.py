@@ -264,10 +264,10 @@ def test_an_iteration_without_a_group_that_teaches_is_trained_on_nothing_and_pas
     assert {e["iteration"] for e in events(tmp_path / "run", 1, "FinishStep")} == {1}
 
 
-def test_a_channel_peer_that_is_killed_ends_the_job_with_one_line_and_a_silent_one_with_stacks(tmp_path):
-    """The training coordinator: first stopped, so that waits for it end by themselves."""
+def test_a_silent_channel_peer_ends_the_job_with_one_line_and_the_stacks_of_those_that_live(tmp_path):
+    """The training coordinator, stopped. (Killed: tests/job/test_job.py.)"""
     tree = config(
-        run={"iterations": 500, "seed": 1}, limits={"message_s": 8, "collective_s": 8, "start_s": 120, "heartbeat_s": 1}
+        run={"iterations": 500, "seed": 1}, limits={"message_s": 15, "heartbeat_s": 1}
     )
     job, run_dir = started(tmp_path, tree=tree)
     processes = members(job)
