@@ -21,7 +21,7 @@ import yaml
 from rpipe.runtime.dump import read_trajectories
 from tests.job.jobs import ROOT, command, config, environment, events, members, report, train, weights
 
-INTERRUPTIONS, ITERATIONS = 10, 12
+INTERRUPTIONS, ITERATIONS = 10, 16
 
 
 @pytest.mark.timeout(900)
@@ -37,7 +37,7 @@ def test_interrupted_ten_times_at_random_events_it_ends_as_an_uninterrupted_run(
     run_dir, path = tmp_path / "run", tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     for attempt in range(1, INTERRUPTIONS + 1):
-        lines = draw.randrange(60, 360)
+        lines = draw.randrange(60, 300)
         assert _interrupted(path, run_dir, attempt, lines, kill=attempt % 5 != 0), f"seed {seed}: it ended before {lines} lines"
     train(run_dir, tree)
     assert weights(run_dir) == weights(tmp_path / "whole"), f"seed {seed}"
