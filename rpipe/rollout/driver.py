@@ -60,9 +60,10 @@ from rpipe.core.events import (
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, Prompt, TrajectoryId
+from rpipe.core.types import GroupId, TrajectoryId
+from rpipe.rollout.drawing import Drawing
 from rpipe.rollout.held import HeldGroup, Part, RolloutData
-from rpipe.rollout.kept import KeptGroup, KeptGroups
+from rpipe.rollout.kept import KeptGroups
 from rpipe.rollout.rewards import RewardPool
 from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
@@ -143,10 +144,8 @@ class RolloutDriver:
         self._engines_up: set[int] = set()
         self._lives = [0] * config.engines  # how often each was started again
         self._published: Published | None = None  # the newest
-        self._finished_before: dict[GroupId, KeptGroup] = {}  # of the running rollout, by an interrupted attempt
         self._undrawn: RequestRollout | None = None  # until the trainer has told which weights these are
-        self._cursor = 0
-        self._first_order = 0  # of the groups that the running rollout draws next
+        self._drawing = Drawing(config, data, kept)
         self._failure: BaseException | None = None
         self._last_t = 0.0
         self.reason = ""
@@ -279,7 +278,7 @@ class RolloutDriver:
             case EngineUp():
                 self._engine_up(message)
             case Standing():
-                self._cursor = message.cursor
+                self._drawing.cursor = message.cursor
                 if message.iteration:
                     self._watch.say(self._going_on(message.iteration))
             case Join():
@@ -372,11 +371,11 @@ class RolloutDriver:
             case RequestRollout():
                 self._draw(command)
             case RequestGroups():
-                groups = self._draw_training(command.iteration, command.count)
+                groups = self._hold(self._drawing.more(command.iteration, command.count))
                 self._inbox.append(GroupsDrawn(t=self._world.clock(), iteration=command.iteration, groups=groups))
             case EndRollout():
                 self._to_trainer(
-                    Ended(command.iteration, command.version, command.groups_sent, command.groups_dropped, self._cursor)
+                    Ended(command.iteration, command.version, command.groups_sent, command.groups_dropped, self._drawing.cursor)
                 )
                 self._dump.flush(command.iteration)
             case EndEvaluation():
@@ -392,13 +391,10 @@ class RolloutDriver:
             return
         self._undrawn = None
         if request.purpose == "train":
-            self._first_order = 0
-            self._finished_before = self._kept.begin(request.iteration, request.version, self._published.fingerprint)
-            count = self.config.rollout.groups_per_iteration + self.config.over_sampling_groups
-            groups = self._draw_training(request.iteration, count)
+            groups = self._drawing.begin(request.iteration, request.version, self._published.fingerprint)
         else:
-            prompts = self._data.held_out
-            groups = self._hold([-1 - order for order in range(len(prompts))], prompts, 1)
+            groups = self._drawing.held_out()
+        specs = self._hold(groups)
         self._inbox.append(
             RolloutRequested(
                 t=self._world.clock(),
@@ -406,26 +402,15 @@ class RolloutDriver:
                 version=request.version,
                 purpose=request.purpose,
                 trajectories_per_group=self.config.rollout.trajectories_per_group if request.purpose == "train" else 1,
-                groups=groups,
+                groups=specs,
             )
         )
-        if taken := sum(bool(spec.rewards) for spec in groups):
+        if taken := sum(held.restored for held in groups.values()):
             self._watch.say(f"{taken} groups of iteration {request.iteration} were finished before and are not generated again")
 
-    def _draw_training(self, iteration: int, count: int) -> tuple[GroupSpec, ...]:
-        """The next prompts. Training groups are numbered over the run, held-out ones are negative."""
-        chosen, self._cursor = self._data.order.take(self._cursor, count)
-        first = iteration * self.config.most_groups + self._first_order
-        self._first_order += count
-        prompts = [self._data.train[i] for i in chosen]
-        return self._hold(list(range(first, first + count)), prompts, self.config.rollout.trajectories_per_group)
-
-    def _hold(self, ids: list[GroupId], prompts: list[Prompt], samples: int) -> tuple[GroupSpec, ...]:
-        for group, prompt in zip(ids, prompts):
-            kept = self._finished_before.get(group)
-            taken = kept is not None and kept.belongs(prompt.token_ids, samples)
-            self._held[group] = HeldGroup.of(prompt, kept, self._data.decode) if kept and taken else HeldGroup(prompt, samples)
-        return tuple(self._held[group].spec(group) for group in ids)
+    def _hold(self, groups: dict[GroupId, HeldGroup]) -> tuple[GroupSpec, ...]:
+        self._held.update(groups)
+        return tuple(held.spec(group) for group, held in groups.items())
 
     def _send_turn(self, command: SendTurn) -> None:
         held = self._held[command.trajectory.group]
