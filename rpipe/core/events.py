@@ -262,7 +262,7 @@ class RequestRollout(Command, frozen=True):
 
 
 class RestartEngine(Command, frozen=True):
-    """Start it from the snapshot of `version`, before any request; -1 is what the run began from."""
+    """Start it from the newest snapshot, of `version` or later, before any request; -1 is what the run began from."""
 
     engine: int
     version: Version

@@ -179,7 +179,7 @@ def _owner(config: Config, world: World, run_dir: RunDir) -> EngineOwner:
             f"engine {index}: its {config.engine.tp} ranks are on several hosts; wanted: whole engines on each host"
         )
     run_dir.logs.mkdir(parents=True, exist_ok=True)
-    return EngineOwner(_engine(config, index, run_dir), index, config, world.clock, run_dir.snapshot)
+    return EngineOwner(_engine(config, index, run_dir), index, config, world.clock, run_dir.snapshots)
 
 
 def _engine(config: Config, index: int, run_dir: RunDir) -> Engine:

@@ -19,6 +19,7 @@ What was meant for an earlier life of the engine is not done.
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from rpipe.runtime.messages import (
     TurnDone,
     WeightsLoaded,
 )
+from rpipe.training.snapshot import claim
 
 LOOK_S = 0.2  # between looks at the engine
 
@@ -79,14 +81,13 @@ class EngineOwner:
 
     reply: Callable[[Message], None]  # set before `start`
 
-    def __init__(
-        self, engine: Engine, index: int, config: Config, clock: Callable[[], float], snapshot: Callable[[Version], Path]
-    ) -> None:
+    def __init__(self, engine: Engine, index: int, config: Config, clock: Callable[[], float], snapshots: Path) -> None:
         self.engine = engine
         self.index = index
         self._config = config
         self._clock = clock
-        self._snapshot = snapshot
+        self._snapshots = snapshots  # where the trainer leaves them
+        self._own_snapshot = snapshots / f"engine-{index:03d}"
         self._life = 0
         self._up = False
         self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
@@ -134,6 +135,7 @@ class EngineOwner:
         """Stop the engine; what still runs is abandoned."""
         await asyncio.gather(*self._abandon(), return_exceptions=True)
         await self.engine.stop()
+        shutil.rmtree(self._own_snapshot, ignore_errors=True)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(self._guard(work))
@@ -179,7 +181,7 @@ class EngineOwner:
         await self.engine.stop()
         self._joined = asyncio.Event()
         try:
-            folder = await self._wait_for_snapshot(version) if version >= 0 else None
+            folder, version = await self._claim(version) if version >= 0 else (None, version)
             await self.engine.start(folder, version)
         except EngineError as error:
             self.reply(EngineDown(life, EngineLost(t=self._clock(), engine=self.index, reason=str(error)), ()))
@@ -187,14 +189,18 @@ class EngineOwner:
         self._stands()
         self.reply(EngineBack(life, EngineRestarted(t=self._clock(), engine=self.index, version=version, started_t=began)))
 
-    async def _wait_for_snapshot(self, version: Version) -> Path:
-        folder, limit_s = self._snapshot(version), self._config.engine.start_deadline_s
+    async def _claim(self, version: Version) -> tuple[Path, Version]:
+        """The newest snapshot, and its version."""
+        limit_s = self._config.engine.start_deadline_s
         end_t = self._clock() + limit_s
-        while not folder.is_dir():
+        while (found := claim(self._snapshots, version, self._own_snapshot)) is None:
             if self._clock() > end_t:
-                raise EngineError(f"engine {self.index}: {folder} was not there within {limit_s:g} s (engine.start_deadline_s)")
+                raise EngineError(
+                    f"engine {self.index}: no snapshot of version {version} came to {self._snapshots} within {limit_s:g} s"
+                    " (engine.start_deadline_s)"
+                )
             await asyncio.sleep(LOOK_S)
-        return folder
+        return found
 
     def _stands(self) -> None:
         self._up = True

@@ -94,7 +94,7 @@ class Condemn(Message, frozen=True):
 
 
 class Restart(Message, frozen=True):
-    """Start the engine from the snapshot of `version`; -1 is what the run began from."""
+    """Start the engine from the newest snapshot, of `version` or later; -1 is what the run began from."""
 
     life: int
     version: Version

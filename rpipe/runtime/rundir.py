@@ -78,9 +78,13 @@ class RunDir:
     def hf(self) -> Path:
         return self.path / "hf"
 
+    @property
+    def snapshots(self) -> Path:
+        return self.attempt_path / "snapshots"
+
     def snapshot(self, version: int) -> Path:
         """A published version's weights as an engine starts from them: there and whole, or not there."""
-        return self.attempt_path / "snapshots" / f"version-{version:06d}"
+        return self.snapshots / f"version-{version:06d}"
 
     def failure(self, rank: int) -> Path:
         """One line: why this rank ended the job."""

@@ -3,14 +3,15 @@
 Every published version is written as a Hugging Face folder beside the broadcast: host copies taken bucket by bucket while the
 engines receive them, written by a thread while training goes on, and renamed into place when whole. An engine starts from it
 as from any model, so no request can come before the weights. On disk and not in a rank's memory, because the run's folder is
-seen from every host already, and because an engine's start reads a folder anyway. The newest two are kept: an engine may be
-reading one while the next version is published.
+seen from every host already, and because an engine's start reads a folder anyway. The newest two are kept. Iterations may be
+shorter than an engine's start, so an engine links the files that it starts from to a folder of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import queue
 import shutil
 import sys
@@ -90,6 +91,27 @@ class Snapshots:
             print(f"warning: {folder}: not written, so an engine lost now ends the run: {error}", file=sys.stderr, flush=True)
             for _ in _until_none(buckets):
                 pass
+
+
+def claim(folder: Path, version: Version, own: Path) -> tuple[Path, Version] | None:
+    """Link the newest snapshot in `folder`, of `version` or later, to `own`, where nobody removes it; None if none is there."""
+    found = {int(path.name[-6:]): path for path in folder.glob("version-" + "[0-9]" * 6)}
+    newest = max(found, default=-1)
+    if newest < version:
+        return None
+    shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(parents=True)
+    try:
+        for file in found[newest].iterdir():
+            try:
+                os.link(file, own / file.name)
+            except FileNotFoundError:
+                raise
+            except OSError:  # a filesystem without links
+                shutil.copy2(file, own / file.name)
+    except FileNotFoundError:  # removed meanwhile: there is a newer one
+        return None
+    return own, newest
 
 
 def _until_none(buckets: queue.Queue[Bucket | None]) -> Iterator[Bucket]:

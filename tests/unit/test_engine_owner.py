@@ -28,7 +28,7 @@ def owner(tmp_path: Path, engine: ScriptedEngine, stall_s: float = 0.6) -> tuple
         "engine": {"kind": "scripted", "stall_deadline_s": stall_s, "start_deadline_s": 2.0},
     }
     clock = asyncio.get_running_loop().time
-    made = EngineOwner(engine, 0, parse(tree, "test"), clock, lambda version: tmp_path / f"version-{version}")
+    made = EngineOwner(engine, 0, parse(tree, "test"), clock, tmp_path)
     said: list[Any] = []
     made.reply = said.append  # type: ignore[method-assign]
     made.start()
@@ -73,7 +73,7 @@ def test_a_lost_engine_is_told_once_with_what_it_had_made_and_goes_on_from_there
         made.handle(turn(2))  # on its way when the engine was lost
         made.handle(m.CancelTurn(TrajectoryId(0, 0)))
         made.handle(m.LoadWeights(0, 1))
-        (tmp_path / "version-3").mkdir()
+        (tmp_path / "version-000003").mkdir()
         made.handle(m.Restart(1, 3))
         back = await until(said, m.EngineBack)
         assert (back.life, back.event.version) == (1, 3) and back.event.t > back.event.started_t
@@ -130,7 +130,8 @@ def test_a_start_without_its_snapshot_and_a_trainer_that_could_not_reach_it_are_
         assert (await until(said, m.EngineDown)).event.reason == "engine 0 did not take the weights"
         made.handle(m.Restart(1, 5))
         down = await until(said, m.EngineDown, 2)
-        assert down.life == 1 and "version-5 was not there within 2 s (engine.start_deadline_s)" in down.event.reason
+        assert down.life == 1
+        assert f"no snapshot of version 5 came to {tmp_path} within 2 s (engine.start_deadline_s)" in down.event.reason
         made.handle(m.Restart(2, -1))  # what the run began from
         assert (await until(said, m.EngineBack)).life == 2
         await made.close()

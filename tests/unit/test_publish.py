@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 
 from rpipe.rollout.engine import TensorSpec
 from rpipe.rollout.scripted_engine import ScriptedEngine
+from rpipe.training.snapshot import claim
 
 ROOT = Path(__file__).resolve().parents[2]
 STALL_S = 10.0
@@ -150,3 +152,16 @@ def test_the_newest_two_versions_are_on_disk_whole_and_fingerprints_tell_them_ap
     trainer.process.stdin.close()
     assert trainer.process.wait(30) == 0
     assert not list(tmp_path.glob("version-*")), "a run that is over needs none"
+
+
+def test_what_an_engine_starts_from_stays_though_the_trainer_moves_on(tmp_path):
+    for version in (2, 3):
+        (tmp_path / f"version-00000{version}").mkdir()
+        (tmp_path / f"version-00000{version}" / "model.safetensors").write_text(str(version))
+    (tmp_path / "version-000004.tmp").mkdir()
+    own = tmp_path / "engine-001"
+    assert claim(tmp_path, 4, own) is None
+    assert claim(tmp_path, 2, own) == (own, 3)
+    shutil.rmtree(tmp_path / "version-000003")
+    assert (own / "model.safetensors").read_text() == "3"
+    assert claim(tmp_path, 2, own) == (own, 2) and (own / "model.safetensors").read_text() == "2"
