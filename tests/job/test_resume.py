@@ -5,6 +5,7 @@ Scripted trajectories in exact mode, so that the final weights say it to the bit
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -67,8 +68,10 @@ def _interrupted(path: Path, run_dir: Path, attempt: int, lines: int, kill: bool
         time.sleep(0.005)
     processes = members(job)
     if kill:
-        for process in (psutil.Process(job.pid), *processes):
-            process.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # its parent was the one before
+                process.kill()
+        job.kill()
     else:
         os.kill(job.pid, signal.SIGUSR2)
     job.wait(60)
