@@ -82,6 +82,7 @@ class Hardware(Section):
     prefill_batch_tokens: Count = 8192
     message_s: NotNegative = 0.001  # of one message between processes; an engine's answers are such
     request_s: NotNegative = 0.002  # until a request reaches the engine
+    request_each_s: NotNegative = 0.0  # more, a request sent to the engine at the same moment: they are taken in together
     reward_s: NotNegative = 0.001  # until a score is there, beside the function's own time
     group_s: NotNegative = 0.003  # of a group's way into the trainer, beside message_s; the trainer waits meanwhile
     channel_bytes_per_s: Positive = 1e9  # of a group's tensors

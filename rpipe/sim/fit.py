@@ -287,8 +287,8 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
     trainer = fit_trainer(attempts, engine.shared_speed)
     idle_groups = [_arrival_s(seen) for seen in attempts]
     message_s = _median([s for seen in attempts for s in seen.confirm_s])
-    waits = _median([s for seen in attempts for s in first_waits(seen)])
-    request_s = max(waits - message_s - engine.prefill_s - engine.step_s[-1] / 2, 0.0)
+    base_s, each_s = burst_line([pair for seen in attempts for pair in bursts(seen)])
+    request_s = max(base_s - message_s - engine.prefill_s - engine.step_s[-1] / 2, 0.0)
     tree: dict[str, Any] = {
         "name": name,
         "source": source,
@@ -306,6 +306,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         },
         "message_s": _short(message_s),
         "request_s": _short(request_s),
+        "request_each_s": _short(each_s),
         "reward_s": _short(_median([s for seen in attempts for s in seen.reward_s])),
         "group_s": _short(max(statistics.mean([s for waits in idle_groups for s in waits] or [0.0]) - message_s, 0.0)),
         "publish_s": _short(max(_median([s for seen in attempts for s in seen.publish_s]) - message_s, 0.0)),
@@ -323,15 +324,39 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
     return tree, {"engine": engine.error, "trainer": trainer.error, "shared speed": engine.shared_speed}
 
 
-def first_waits(seen: Seen) -> list[float]:
-    """From sending to the first token, of requests that found a free place in the engine: the most that ever ran at once."""
-    found: list[float] = []
+BURST_S = 0.005  # requests sent at one moment are logged at most so far apart
+
+
+def bursts(seen: Seen) -> list[tuple[int, float]]:
+    """(requests sent to an engine at one moment, from the sending to the first of their first tokens), where places were free:
+    fewer ran than the most that ever did."""
+    found: list[tuple[int, float]] = []
     for index in sorted({t.engine for t in seen.turns}):
-        turns = [t for t in seen.turns if t.engine == index]
-        places = max(Timeline([(t.first_t, t.end_t) for t in turns]).counts, default=0)
-        there = Timeline([(t.started_t, t.end_t) for t in turns])
-        found += [t.first_t - t.started_t for t in turns if there.at(t.started_t) <= places]
+        turns = sorted((t for t in seen.turns if t.engine == index), key=lambda t: t.started_t)
+        running = Timeline([(t.first_t, t.end_t) for t in turns])
+        places = max(running.counts, default=0)
+        burst: list[SeenTurn] = []
+        for turn, following in zip(turns, [*turns[1:], None]):
+            burst.append(turn)
+            if following is None or following.started_t - turn.started_t > BURST_S:
+                if running.at(burst[0].started_t) < places:
+                    found.append((len(burst), min(t.first_t for t in burst) - burst[0].started_t))
+                burst = []
     return found
+
+
+def burst_line(pairs: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds of any burst, and more a request in it; never negative. Medians by size, weighted by how many there were."""
+    if not pairs:
+        return 0.0, 0.0
+    sizes = sorted({n for n, _ in pairs})
+    medians = np.array([statistics.median(s for n, s in pairs if n == size) for size in sizes])
+    weights = np.sqrt([float(sum(n == size for n, _ in pairs)) for size in sizes])
+    matrix = np.stack([np.ones(len(sizes)), np.array(sizes, np.float64)], axis=1)
+    if len(sizes) == 1:  # one size cannot tell the two apart
+        return 0.0, float(medians[0]) / sizes[0]
+    base, each = nonnegative(matrix * weights[:, None], medians * weights)
+    return float(base), float(each)
 
 
 def _arrival_s(seen: Seen) -> list[float]:

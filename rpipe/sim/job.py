@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -102,6 +103,8 @@ class RolloutSide:
         self.work: dict[GroupId, GroupWork] = {}
         self._next_group = 0
         self._turns: dict[TrajectoryId, Turn] = {}
+        self._bursts: dict[int, list[Turn]] = {}  # sent at this moment, by engine
+        self._taken_t = [0.0] * config.engines  # until when each engine takes requests in
         self._lives = [0] * config.engines  # how often each engine was lost
         self._reward_free_t = [0.0] * config.reward.workers  # heap
         self._publish_s = publish_s(config)
@@ -214,7 +217,19 @@ class RolloutSide:
             finish=lambda r, why: self._finish(r.trajectory, why),
         )
         turn = self._turns[trajectory] = Turn(request, command, self.kernel.now)
-        self._later(turn, lambda: self.engines[command.engine].submit(request), self.job.hardware.request_s)
+        burst = self._bursts.setdefault(command.engine, [])
+        burst.append(turn)
+        if len(burst) == 1:  # after all that is sent at this very moment
+            self.kernel.after(0.0, lambda: self._submit(command.engine))
+
+    def _submit(self, engine: int) -> None:
+        """A burst reaches the engine as a whole, when the last of it is taken in."""
+        hardware, burst = self.job.hardware, self._bursts.pop(engine)
+        taken_t = max(self._taken_t[engine], self.kernel.now) + len(burst) * hardware.request_each_s
+        self._taken_t[engine] = taken_t
+        for turn in burst:
+            submit = partial(self.engines[engine].submit, turn.request)
+            self._later(turn, submit, taken_t - self.kernel.now + hardware.request_s)
 
     def _later(self, turn: Turn, then: Callable[[], None], seconds: float) -> None:
         """On the way to or from the engine; what was on its way to a lost one is gone."""

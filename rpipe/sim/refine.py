@@ -1,8 +1,8 @@
 """Does a fitted profile, simulated, give back the runs that it was fitted to? What is off by a factor is put right.
 
-Each run is simulated with its own config and lengths. Four figures are compared with its log, and each moves one thing:
+Each run is simulated with its own config and lengths. Figures are compared with its log, and each moves one thing:
 
-    wait for a first token in an engine with a free place    request_s
+    wait for a burst's first token, by the burst's size      request_s, request_each_s
     rollout_s                                                all of the engine's costs, by one factor
     train_busy_s                                             all of a micro-batch's costs, by one factor
     a group's way from SendGroup to GroupArrived             group_s
@@ -23,7 +23,7 @@ from typing import Any
 from rpipe import config as configs
 from rpipe.analysis.metrics import Attempt
 from rpipe.analysis.run import Record, attempts, read
-from rpipe.sim.fit import first_waits
+from rpipe.sim.fit import burst_line, bursts
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.observe import Seen, observed
 from rpipe.sim.run import Memory
@@ -37,7 +37,7 @@ Profile = dict[str, Any]
 class Told:
     """Medians of one run, real or simulated (the mean for `arrival_s`); None where there was nothing."""
 
-    wait_s: float | None
+    bursts: list[tuple[int, float]]
     rollout_s: float | None
     train_busy_s: float | None
     arrival_s: float | None
@@ -51,7 +51,11 @@ def refine(profile: Profile, runs: Sequence[Path]) -> tuple[Profile, dict[str, f
     for _ in range(ROUNDS):
         twins = [told(_simulated(profile, run)) for run in runs]
         pairs = list(zip(real, twins))
-        _move(profile, "request_s", _gap(pairs, lambda t: t.wait_s))
+        (base_s, each_s), (twin_base_s, twin_each_s) = (
+            burst_line([p for t in side for p in t.bursts]) for side in (real, twins)
+        )
+        _move(profile, "request_s", base_s - twin_base_s)
+        _move(profile, "request_each_s", each_s - twin_each_s)
         _move(profile, "group_s", _gap(pairs, lambda t: t.arrival_s))
         _scale(profile["engine"], _factor(pairs, lambda t: t.rollout_s))
         _scale(profile["trainer"], _factor(pairs, lambda t: t.train_busy_s))
@@ -67,7 +71,7 @@ def told(records: Sequence[Record]) -> Told:
     rows = [at.figures() for _, at in sorted(Attempt.of(records).iterations.items()) if at.complete]
     rows = rows[LEFT_OUT:] or rows
     return Told(
-        wait_s=_median(first_waits(seen)),
+        bursts=bursts(seen),
         rollout_s=_median([row["rollout_s"] for row in rows]),
         train_busy_s=_median([row["train_busy_s"] for row in rows]),
         arrival_s=statistics.mean([end - start for start, end in seen.groups]) if seen.groups else None,
