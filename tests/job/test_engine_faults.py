@@ -5,6 +5,7 @@ The real engine is killed and stopped in one job; everything else is scripted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -110,15 +111,16 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Path:
         training={"trajectories_per_step": 32, "optimizer": {"learning_rate": 1.0e-3}},
     )
     job, run_dir = started(tmp_path_factory.mktemp("struck"), tree=tree, training_rank=2)
+    owners = [rank(members(job), number) for number in (0, 1)]
     try:
         for number, (engine, signal_) in enumerate([(1, signal.SIGKILL), (0, signal.SIGSTOP)]):
             _mid_rollout(job, run_dir, engine)
-            for process in _engine(job, engine):
+            for process in _model_holders(owners[engine]):
                 process.send_signal(signal_)
             _wait(job, run_dir, "EngineRestarted", number + 1)
             _wait(job, run_dir, "EndRollout", len(events(run_dir, 0, "EndRollout")) + 3)  # it takes part in publishes again
         os.kill(job.pid, signal.SIGUSR2)
-        text = ends(job, members(job), within_s=90)
+        text = ends(job, owners, within_s=90)
         assert job.returncode == 75, text
     finally:
         if job.poll() is None:
@@ -126,10 +128,15 @@ def struck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-def _engine(job: Any, number: int) -> list[psutil.Process]:
-    """Engine `number`'s scheduler: the process that holds the model."""
-    owner = rank(members(job), number)
-    return [p for p in owner.children(recursive=True) if "scheduler" in p.name() or "scheduler" in " ".join(p.cmdline())]
+def _model_holders(owner: psutil.Process) -> list[psutil.Process]:
+    """The schedulers of a rank's engine: the processes that hold the model."""
+    found = []
+    for process in owner.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # zombies of an earlier life
+            if "scheduler" in process.name() or "scheduler" in " ".join(process.cmdline()):
+                found.append(process)
+    assert found, "no scheduler among the rank's children"
+    return found
 
 
 def _mid_rollout(job: Any, run_dir: Path, engine: int) -> None:
