@@ -158,7 +158,7 @@ class EngineOwner:
         except EngineError as error:
             self.reply(EngineFailed(self.index, str(error)))
         except Exception as error:  # a bug of ours must end the job too, not a task nobody awaits
-            self.reply(EngineFailed(self.index, f"{type(error).__name__}: {error}"))
+            self.reply(EngineFailed(self.index, f"engine {self.index}: {type(error).__name__}: {error}"))
             raise
 
     # ---- life

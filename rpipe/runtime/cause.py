@@ -1,7 +1,8 @@
 """Why did the job end? One line, out of what the ranks left and what the starter printed.
 
-In order of trust: a rank that a signal killed (it could not write anything, and the others' complaints follow from it),
-the earliest `failure-rankNNNNN.txt`, an exit code that the starter names, the last exception in the log.
+In order of trust: a rank that a signal killed (it could not write anything, and the others' complaints follow from it; one
+that did write, or was ended as the others of a failed rank are, is not meant), the earliest `failure-rankNNNNN.txt`, an exit
+code that the starter names, the last exception in the log.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _SRUN_SIGNALS = {"Killed": 9, "Aborted": 6, "Segmentation fault": 11, "Bus error
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Refused|Timeout)(?::.*)?$")
 
 _NOT_LAUNCHED = re.compile(r"^srun: .*(?:launch failed: |aborted before step completely launched)", re.MULTILINE)
+# The starter's, for the others of a rank that failed, and a failed rank's own where its abort takes too long (rpipe/train.py).
+_AFTER_A_FAILURE = (signal.SIGTERM, signal.SIGALRM)
 
 Role = Callable[[int], str]
 
@@ -46,7 +49,7 @@ def explain(log: str, attempt: Path, code: int, role: Role) -> str:
     """The cause as a clause: "rank 1 was killed by signal 9 (training, host n1)". `log`: the end of the starter's stderr."""
     killed = _killed(log)
     failure = first_failure(attempt)
-    if killed and (failure is None or failure[0] != killed[0]):
+    if killed and (failure is None or not _follows(killed, attempt)):
         rank, number, host = killed
         return f"rank {rank} was killed by signal {number} ({role(rank)}, host {host}){_hint(number)}"
     if failure:
@@ -71,6 +74,11 @@ def _killed(log: str) -> tuple[int, int, str] | None:
         if number is not None:
             return int(found.group(2)), number, found.group(1)
     return None
+
+
+def _follows(killed: tuple[int, int, str], attempt: Path) -> bool:
+    """Whether that rank's end may be a consequence of another rank's failure."""
+    return killed[1] in _AFTER_A_FAILURE or (attempt / f"failure-rank{killed[0]:05d}.txt").exists()
 
 
 def _exited(log: str) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ The cost: the trainer's rank sends the model once to each engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class Publisher:
         for engine, life in new:
             try:
                 self._members[engine] = Member(life, self._group(engine, life))
-            except RuntimeError as error:  # torch's DistError is one
+            except RuntimeError as error:
                 self._absent.append((engine, life, _told(engine, "did not join the broadcast of weights", error)))
 
     def _group(self, engine: int, life: int) -> dist.ProcessGroup:
@@ -82,19 +83,27 @@ class Publisher:
             sent = []
             for engine, member in self._members.items():
                 if not member.reason:
-                    sent += [(engine, dist.broadcast(t, group=member.group, group_src=0, async_op=True)) for t in tensors]
+                    with self._left_out(engine):
+                        for t in tensors:
+                            sent.append((engine, dist.broadcast(t, group=member.group, group_src=0, async_op=True)))
             self._snapshots.add(bucket)
             for engine, handle in sent:
-                try:
+                with self._left_out(engine):
                     handle.wait()
-                except RuntimeError as error:
-                    member = self._members[engine]
-                    member.reason = member.reason or _told(engine, "did not take the weights", error)
         fingerprint = self._snapshots.end()
         failed = tuple((e, m.life, m.reason) for e, m in self._members.items() if m.reason)
         for engine, _, _ in failed:
             leave(self._members.pop(engine).group)
         return Published(version, fingerprint, (*self._absent, *failed)), nbytes
+
+    @contextmanager
+    def _left_out(self, engine: int) -> Iterator[None]:
+        """What fails there is that engine's affair: it is told, and the publish goes on without it."""
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistError is one
+            member = self._members[engine]
+            member.reason = member.reason or _told(engine, "did not take the weights", error)
 
     def close(self) -> None:
         for member in self._members.values():

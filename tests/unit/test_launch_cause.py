@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from rpipe.runtime.cause import explain, first_failure
 
 OMPI5_KILLED = """
@@ -53,6 +55,22 @@ def test_a_killed_rank_outweighs_the_complaints_of_the_others(tmp_path: Path) ->
 def test_a_rank_that_said_why_outweighs_how_it_was_ended(tmp_path: Path) -> None:
     (tmp_path / "failure-rank00003.txt").write_text("no group for 120 s;\nwaiting for group 41\n")
     assert explain(OMPI5_KILLED, tmp_path, 139, role) == "rank 3 (training): no group for 120 s; waiting for group 41"
+
+
+@pytest.mark.parametrize("number, name", [(15, "Terminated"), (14, "Alarm clock")])
+def test_how_the_others_of_a_failed_rank_are_ended_is_no_cause(tmp_path: Path, number: int, name: str) -> None:
+    log = OMPI4_KILLED.replace("signal 9 (Killed)", f"signal {number} ({name})")
+    assert explain(log, tmp_path, 1, role) == f"rank 1 was killed by signal {number} (training, host n1)", "nobody said more"
+    (tmp_path / "failure-rank00000.txt").write_text("engine 0: SGLang's server ended (exit code -9)\n")
+    assert explain(log, tmp_path, 1, role) == "rank 0 (rollout): engine 0: SGLang's server ended (exit code -9)"
+
+
+def test_a_rank_that_failed_after_another_and_was_then_killed_is_no_cause(tmp_path: Path) -> None:
+    for at, (rank, text) in enumerate([(0, "engine 0: SGLang's server ended"), (1, "connection closed by peer")]):
+        file = tmp_path / f"failure-rank{rank:05d}.txt"
+        file.write_text(text)
+        os.utime(file, (100 + at, 100 + at))
+    assert explain(OMPI4_KILLED, tmp_path, 1, role) == "rank 0 (rollout): engine 0: SGLang's server ended"
 
 
 def test_the_earliest_failure_file_is_the_cause_whatever_its_rank(tmp_path: Path) -> None:

@@ -165,3 +165,34 @@ def test_what_an_engine_starts_from_stays_though_the_trainer_moves_on(tmp_path):
     shutil.rmtree(tmp_path / "version-000003")
     assert (own / "model.safetensors").read_text() == "3"
     assert claim(tmp_path, 2, own) == (own, 2) and (own / "model.safetensors").read_text() == "2"
+
+
+def test_a_broadcast_that_cannot_even_begin_is_that_engines_affair(tmp_path, monkeypatch):
+    """As with NCCL, whose calls on an aborted communicator raise at once."""
+    import torch
+    import torch.distributed as dist
+
+    from rpipe.config import parse
+    from rpipe.training.publish import Member, Publisher
+    from rpipe.training.snapshot import Snapshots
+
+    sent = []
+
+    class Handle:
+        def wait(self) -> None:
+            pass
+
+    def broadcast(tensor: torch.Tensor, group: str, **how: Any) -> Handle:
+        if group == "broken":
+            raise RuntimeError("communicator was aborted")
+        sent.append(tensor)
+        return Handle()
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    monkeypatch.setattr("rpipe.training.publish.leave", lambda group: None)
+    tree = {"model": {"make": {}}, "data": {"train": {"kind": "sums"}}, "engine": {"kind": "scripted"}}
+    made = Publisher(parse(tree, "test"), "127.0.0.1", [("a", "float32", (3,))], Snapshots(None, tmp_path, "float32", 5.0))
+    made._members = {0: Member(0, "broken"), 1: Member(2, "whole")}  # type: ignore[arg-type]
+    told, nbytes = made.publish(4, iter([[("a", torch.ones(3))], [("b", torch.ones(5))]]))
+    assert told.failed == ((0, 0, "engine 0 did not take the weights: communicator was aborted"),)
+    assert len(sent) == 2 and nbytes == 32 and list(made._members) == [1]
