@@ -88,3 +88,16 @@ def test_rollout_admits_nothing_while_more_bytes_wait_than_the_queue_holds(tmp_p
             assert not waiting, (record, waiting)
             entered.append(record["trajectory"][0])
     assert len(entered) == 8 and report(tmp_path / "run")["iterations"][0]["groups_trained"] == 8
+
+
+@pytest.mark.timeout(500)
+def test_sglang_and_two_expert_parallel_ranks_agree_on_experts_log_probs(tmp_path: Path) -> None:
+    """Before and after an update, one step an iteration: the trainer's weights are those that the engine sampled with."""
+    model = {**MOE, "tied": False}  # SGLang's Qwen3-MoE reads no output layer from the embedding
+    tree = job(model={"make": model}, cluster={"rollout_ranks": 1, "training_ranks": 2}, limits={"start_s": 300})
+    tree["engine"] = {"kind": "sglang", "kv_tokens": 4096, "max_running": 16}
+    tree["training"].update(ep=2, trajectories_per_step=32)
+    train(tmp_path / "run", tree, timeout_s=450)
+    gaps = [e["logprob_gap_max"] for e in events(tmp_path / "run", 1, "StepDone")]
+    assert len(gaps) == 2 and max(gaps) < 1e-3, gaps
+    assert far(start(tmp_path / "run"), weights(tmp_path / "run")) > 1e-3
