@@ -43,7 +43,8 @@ def trainer_of(config: Config, folder: Path) -> Any:
 
 def stepped(folder: Path, accelerator: str, to: Path) -> dict[str, Any]:
     """Two steps in each dtype: gradients of the whole batch streamed in three parts and at once; weights; checkpoint."""
-    out: dict[str, Any] = {"backend": dist.get_backend()}
+    whole = dist.distributed_c10d._get_default_group()  # one backend for each kind of device: ask for the accelerator's
+    out: dict[str, Any] = {"backend": whole._get_backend(devices.current(accelerator)).name()}  # type: ignore[arg-type]
     for dtype in ("float32", "bfloat16"):
         config = settings(folder, accelerator, dtype)
         trainer, data = trainer_of(config, folder), [plain.sequences(9, 50 + k) for k in range(3)]
