@@ -151,7 +151,7 @@ def check(config: Config, shape: Shape, prompts: list[Prompt]) -> None:
     if shape.heads % config.engine.tp:  # key-value heads may be copied there
         raise DataError(f"engine.tp = {config.engine.tp} does not divide {heads}")
     if shape.experts and shape.tied and config.engine.kind == "sglang":  # it would serve an output layer of chance
-        raise DataError("SGLang serves no Qwen3-MoE whose output layer is the embedding; wanted: its own (model.make.tied = false)")
+        raise DataError("SGLang serves no Qwen3-MoE whose output layer is the embedding; wanted: model.make.tied = false")
     context = config.engine.context_tokens or shape.max_positions
     longest = max(prompts, key=lambda p: len(p.token_ids))
     wanted = len(longest.token_ids) + config.rollout.max_new_tokens
