@@ -136,9 +136,15 @@ def real(run_dir: Path, tree: dict[str, Any]) -> None:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def seen(run_dir: Path) -> dict[str, float | None]:
-    rows = [at.figures() for _, at in sorted(Attempt.of(read(run_dir / "attempt-1")).iterations.items()) if at.complete]
-    return medians(rows[LEFT_OUT:])
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    found = sorted(Attempt.of(read(run_dir / "attempt-1")).iterations.items())
+    return [at.figures() for _, at in found if at.complete][LEFT_OUT:]
+
+
+def unrest(run_dir: Path) -> float:
+    """Range of the iterations' times in one run over their median: lengths, and whatever else the machine did."""
+    times = [row["rollout_to_train_end_s"] for row in rows_of(run_dir)]
+    return (max(times) - min(times)) / statistics.median(times)
 
 
 # ---- the twin -------------------------------------------------------------------------------------------------------
@@ -162,7 +168,7 @@ def compare(folder: Path, rounds: int) -> int:
     print(f"\n{'':24}{'':20}{'real':>20}{'simulated':>20}{'error':>9}{'spread of the real':>20}")
     for name in (*CALIBRATION, *TARGETS):
         dirs = [path_of(folder, name, number) for number in range(rounds)]
-        reals, twins = [seen(d) for d in dirs], [twin(d, profile) for d in dirs]
+        reals, twins = [medians(rows_of(d)) for d in dirs], [twin(d, profile) for d in dirs]
         for title, key in FIGURES.items():
             a, b = [r[key] or 0.0 for r in reals], [t[key] or 0.0 for t in twins]
             error, spread = statistics.mean(y / x - 1 for x, y in zip(a, b)), (max(a) - min(a)) / statistics.mean(a)
@@ -171,16 +177,18 @@ def compare(folder: Path, rounds: int) -> int:
                 spreads[title].append(spread)
             fitted = " (calibration)" if name in CALIBRATION else ""
             label = (name + fitted) if title == next(iter(FIGURES)) else ""
-            print(f"{label:24}{title:20}{several(a):>20}{several(b):>20}{error:>+9.1%}{spread:>20.1%}")
+            apart = f"{spread:.1%}" if rounds > 1 else "one round"
+            print(f"{label:24}{title:20}{several(a):>20}{several(b):>20}{error:>+9.1%}{apart:>20}")
     print(f"\nabsolute errors of the {len(TARGETS)} kinds not calibrated on, {rounds} rounds each")
     for title in FIGURES:
         e, s = errors[title], spreads[title]
-        print(
-            f"  {title:20} median {statistics.median(e):.1%}, worst {max(e):.1%};"
-            f" real runs among themselves: median {statistics.median(s):.1%}, worst {max(s):.1%}"
-        )
+        apart = f"median {statistics.median(s):.1%}, worst {max(s):.1%}" if rounds > 1 else "unknown (one round)"
+        print(f"  {title:20} median {statistics.median(e):.1%}, worst {max(e):.1%}; real runs among themselves: {apart}")
     every = [e for title in FIGURES for e in errors[title]]
     print(f"  all together         median {statistics.median(every):.1%}, worst {max(every):.1%}")
+    ranges = [unrest(path_of(folder, name, number)) for name in (*CALIBRATION, *TARGETS) for number in range(rounds)]
+    told = f"median {statistics.median(ranges):.0%}, worst {max(ranges):.0%}"
+    print(f"range of a real run's own iterations, over their median: {told}")
     return 0
 
 
