@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import signal
 import time
+import traceback
 from types import FrameType
 from typing import TextIO
 
@@ -39,7 +40,9 @@ class HangDump:
         if not ended_a_wait(error):
             return
         with contextlib.suppress(OSError):
-            print(f"rank {self._world.rank} waits no longer: {error}", file=self._file, flush=True)
+            print(f"rank {self._world.rank} waits no longer: {error}", file=self._file)
+            traceback.print_exception(type(error), error, error.__traceback__, file=self._file)
+            self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)
             self._tell(0, None)
             self._run_dir.hang.write_text(f"rank {self._world.rank}: {error}\n")

@@ -279,9 +279,7 @@ def test_an_iteration_without_a_group_that_teaches_is_trained_on_nothing_and_pas
 
 def test_a_silent_channel_peer_ends_the_job_with_one_line_and_the_stacks_of_those_that_live(tmp_path):
     """The training coordinator, stopped. (Killed: tests/job/test_job.py.)"""
-    tree = config(
-        run={"iterations": 500, "seed": 1}, limits={"message_s": 15, "heartbeat_s": 1}
-    )
+    tree = config(run={"iterations": 500, "seed": 1}, limits={"message_s": 15, "heartbeat_s": 1})
     job, run_dir = started(tmp_path, tree=tree)
     processes = members(job)
     rank(processes, 1).suspend()

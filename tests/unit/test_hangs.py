@@ -65,7 +65,7 @@ def test_stacks_come_with_what_the_rank_waits_for(tmp_path, how):
         else:
             assert rank.wait(30) == 0
             assert (tmp_path / "attempt-1" / "hang").read_text() == "rank 0: nobody came\n"
-            assert "waits no longer: nobody came" in path.read_text()
+            assert "waits no longer: nobody came" in path.read_text() and "in gives_up" in path.read_text()
         assert "rank 0 (rollout):\n    waits for Godot\n    channel: empty" in path.read_text()
     finally:
         rank.kill()
