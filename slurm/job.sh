@@ -27,6 +27,15 @@ nodes_answer() {  # a step of one task a node
     timeout "$PROBE_S" srun "${groups[@]}" --ntasks-per-node=1 --overlap --mpi=none true >/dev/null 2>&1
 }
 
+# Slurm counts steps from 0 again when it starts a job again, and what ends late of an earlier start (a step behind a link that was
+# cut) ends the step that has its number now. Each start uses two: these are skipped.
+skip_steps() {
+    local i
+    for ((i = 0; i < 2 * ${SLURM_RESTART_COUNT:-0}; i++)); do
+        timeout "$PROBE_S" srun --nodes=1 --ntasks=1 --overlap --mpi=none --cpu-bind=none --nodelist="$SLURMD_NODENAME" true >/dev/null 2>&1
+    done
+}
+
 notice_of() {  # DEFAULT ARGUMENT...: limits.notice_s as the job will see it
     local word found=$1
     for word in "${@:2}"; do
@@ -64,6 +73,7 @@ train() {  # NOTICE_S CONFIG [key=value ...]; %a in an argument is the array tas
     case ${accelerator:-cpu} in cuda) . slurm/env/a800.sh ;; npu) . slurm/env/ascend.sh ;; *) . slurm/env/cpu.sh ;; esac
     if [ -f slurm/env/site.sh ]; then . slurm/env/site.sh; fi  # yours: modules, interfaces; git ignores it
     echo "slurm/job.sh: job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"
+    skip_steps
     ./launch.sh "$2" "limits.notice_s=$notice_s" ${words[@]+"${words[@]}"} &
     job=$!
     if [ -n "${early:-}" ]; then asked "$early"; fi
