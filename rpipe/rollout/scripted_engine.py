@@ -46,8 +46,8 @@ class _Job:
 
 
 class ScriptedEngine:
-    """An `Engine`. `clock` and `sleep` may be virtual. Its first `bad_lives` lives end `fail_after_s` after their start, or
-    fall silent after `hang_after_s`."""
+    """An `Engine`. `clock` and `sleep` may be virtual. Its first `bad_lives` lives end `fail_after_s` after their first
+    request, or fall silent after `hang_after_s`."""
 
     def __init__(
         self,
@@ -80,6 +80,8 @@ class ScriptedEngine:
         self._interval, self._tick_s = stream_interval_tokens, tick_s
         self._fail_after_s, self._hang_after_s, self._bad_lives = fail_after_s, hang_after_s, bad_lives
         self._silent = False
+        self._ends_after_s: float | None = None  # in this life
+        self._end_t: float | None = None  # once it was asked for something
         self._clock, self._sleep = clock, sleep
         self._queue: list[tuple[int, int, _Job]] = []  # heap: highest priority, then first come
         self._running: list[_Job] = []
@@ -129,9 +131,9 @@ class ScriptedEngine:
         self._then_t = self._clock()
         self._wake = asyncio.Event()
         ends_after_s = self._hang_after_s if self._fail_after_s is None else self._fail_after_s
-        deadline = None if ends_after_s is None or self._bad_lives == 0 else self._then_t + ends_after_s
+        self._ends_after_s, self._end_t = ends_after_s if self._bad_lives else None, None
         self._bad_lives = max(0, self._bad_lives - 1)
-        self._task = asyncio.create_task(self._run(deadline), name=f"{self.name} script")
+        self._task = asyncio.create_task(self._run(), name=f"{self.name} script")
 
     async def stop(self) -> None:
         self._die("stopped")
@@ -149,12 +151,12 @@ class ScriptedEngine:
         self._running.clear()
         self._queue.clear()
 
-    async def _run(self, deadline: float | None) -> None:
+    async def _run(self) -> None:
         """Sleep to the next chunk of any request, or until something changes, and hand out what is due."""
         while not self._dead:
             self._wake.clear()
             self._advance()
-            if deadline is not None and self._clock() >= deadline:
+            if self._end_t is not None and self._clock() >= self._end_t:
                 self._silent = self._fail_after_s is None
                 if not self._silent:
                     self._die("ended as its script said (fail_after_s)")
@@ -162,8 +164,8 @@ class ScriptedEngine:
             self._deliver()
             self._admit()
             wait_s = self._next_s()
-            if deadline is not None:
-                wait_s = min(wait_s, max(deadline - self._clock(), 0.0))
+            if self._end_t is not None:
+                wait_s = min(wait_s, max(self._end_t - self._clock(), 0.0))
             await self._sleep_or_wake(wait_s)
 
     async def _sleep_or_wake(self, wait_s: float) -> None:
@@ -232,6 +234,8 @@ class ScriptedEngine:
         if request.request_id in self._jobs:
             raise EngineError(f"{self.name}: request {request.request_id} is already running")
         job = self._jobs[request.request_id] = self._job(request)
+        if self._ends_after_s is not None and self._end_t is None:
+            self._end_t = self._clock() + self._ends_after_s
         heapq.heappush(self._queue, (-request.priority, next(self._serial), job))
         self._wake.set()
         try:

@@ -20,7 +20,7 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"d
     engine_tokens_per_s: float = math.inf  # of all together
     vocabulary: tuple[int, int] = (3, 98)  # ids drawn from [first, last)
     eos_id: int = 1
-    fail_after_s: float | None = None  # this long after a start the engine is dead
+    fail_after_s: float | None = None  # this long after its first request the engine is dead
     hang_after_s: float | None = None  # or: it says nothing any more
     bad_lives: int = 1  # how many of its starts end so
     bad_engine: int | None = None  # which engine; default every one

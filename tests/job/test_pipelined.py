@@ -24,4 +24,4 @@ def test_a_two_stage_pipeline_trains_every_trajectory_once_with_small_bubbles(tm
     assert all(sum(c["cuts"]) == sum(len(s["samples"]) for s in c["slices"]) for c in calls if c["cuts"])
     found = report(tmp_path / "run")["iterations"]
     assert [i["steps"] for i in found] == [2, 2]
-    assert all(0 < i["pipeline_bubble"] <= 1 / 3 for i in found), "two stages idle half the time when fed one by one"
+    assert all(0 < i["pipeline_bubble"] <= 1 / 3 + 1e-9 for i in found), "two stages idle half the time when fed one by one"

@@ -243,10 +243,9 @@ def test_a_request_aborted_in_the_queue_ends_empty(fresh: Served) -> None:
         queued = asyncio.create_task(collect(fresh.engine, request("q", [5, 6], 500)))
         while (await fresh.engine.load()).queued < 1:
             await asyncio.sleep(0.02)
-        began = time.monotonic()
         await fresh.engine.abort("q")
         got = await queued
-        assert time.monotonic() - began < 2.0
+        assert not any(task.done() for task in filling), "it did not wait for its turn"
         await asyncio.gather(*(fresh.engine.abort(f"f{i}") for i in range(16)), *filling)
         return got
 

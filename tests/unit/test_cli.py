@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,15 @@ HEAVY = ("torch", "mpi4py", "transformers", "pydantic", "numpy", "rich", "yaml")
 
 def test_the_command_line_imports_nothing_heavy_and_answers_fast() -> None:
     program = f"import sys; from rpipe import cli; cli.main(['version']); print([m for m in {HEAVY!r} if m in sys.modules])"
-    fastest = 10.0
+    quickest_s = 10.0  # of processor time: how busy the machine is does not count
     for _ in range(3):
-        began = time.perf_counter()
+        before = os.times()
         done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=30)
-        fastest = min(fastest, time.perf_counter() - began)
+        after = os.times()
+        spent_s = after.children_user + after.children_system - before.children_user - before.children_system
+        quickest_s = min(quickest_s, spent_s)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
-    assert fastest < 0.3
+    assert quickest_s < 0.3
 
 
 def test_training_starts_without_torch_in_the_supervisor() -> None:

@@ -21,7 +21,7 @@ from rpipe.runtime import messages as m
 MAX_NEW_TOKENS = 400
 
 
-def owner(tmp_path: Path, engine: ScriptedEngine, stall_s: float = 0.6) -> tuple[EngineOwner, list[Any]]:
+def owner(tmp_path: Path, engine: ScriptedEngine, stall_s: float = 3.0) -> tuple[EngineOwner, list[Any]]:
     tree = {
         "model": {"make": {}},
         "data": {"train": {"kind": "sums"}},
@@ -113,7 +113,11 @@ async def _whole() -> AsyncIterator[int]:
 
 def test_an_idle_engine_that_falls_silent_is_lost_too(tmp_path):
     async def work() -> None:
-        made, said = owner(tmp_path, scripted(hang_after_s=0.3))
+        engine = ScriptedEngine(lambda request: 1, lambda running: 200.0, hang_after_s=1.0)
+        made, said = owner(tmp_path, engine)
+        await until(said, m.EngineUp)
+        made.handle(turn(0))
+        await until(said, m.TurnDone)
         down = await until(said, m.EngineDown)
         assert "not healthy" in down.event.reason and down.partials == ()
         await made.close()
