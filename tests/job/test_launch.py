@@ -17,11 +17,12 @@ pytestmark = [pytest.mark.job, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5
-CONFIG = f"""
-model: {{path: .}}
-data: {{train: {{kind: sums}}}}
-limits: {{stop_s: {STOP_S}}}
-run: {{dir: DIR, resume: RESUME}}
+PATIENT_S = 60  # where a job that waited so long would fail the test
+CONFIG = """
+model: {path: .}
+data: {train: {kind: sums}}
+limits: {stop_s: STOP}
+run: {dir: DIR, resume: RESUME}
 """
 DRIVE = (
     "import sys\nfrom rpipe.runtime.launch import train\n"
@@ -60,10 +61,10 @@ class Job:
         return found
 
 
-def start(tmp_path: Path, case: str, resume: str = "auto") -> Job:
+def start(tmp_path: Path, case: str, resume: str = "auto", stop_s: int = STOP_S) -> Job:
     run = tmp_path / "run"
     file = tmp_path / "run.yaml"
-    file.write_text(CONFIG.replace("DIR", str(run)).replace("RESUME", resume))
+    file.write_text(CONFIG.replace("DIR", str(run)).replace("RESUME", resume).replace("STOP", str(stop_s)))
     tag = uuid.uuid4().hex
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'job'}", "RPIPE_TEST_CASE": case, "RPIPE_TEST_TAG": tag}
     process = subprocess.Popen(
@@ -93,14 +94,14 @@ def test_a_normal_end_prints_the_run_dir_first_and_last_and_returns_0(tmp_path: 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_ranks_at_a_safe_point_and_all_they_leave(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    job = start(tmp_path, "long")
+    job = start(tmp_path, "long", stop_s=PATIENT_S)
     job.wait_up()
     job.process.send_signal(number)
     got, out, err, seconds = job.finish()
     assert got == code
     assert "rank 0 stopped" in out and "rank 1 stopped" in out
     assert err.count("run ended:") == 1
-    assert seconds < STOP_S + 6
+    assert seconds < PATIENT_S
     assert not job.left()
 
 
@@ -110,19 +111,19 @@ def test_ranks_that_ignore_a_stop_are_ended_in_bounded_time(tmp_path: Path) -> N
     job.process.send_signal(signal.SIGTERM)
     code, _, _, seconds = job.finish()
     assert code == 143
-    assert STOP_S <= seconds < STOP_S + 10
+    assert STOP_S <= seconds < STOP_S + 30
     assert not job.left()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_safe_point(tmp_path: Path) -> None:
-    job = start(tmp_path, "deaf")
+    job = start(tmp_path, "deaf", stop_s=PATIENT_S)
     job.wait_up()
     job.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     job.process.send_signal(signal.SIGINT)
     code, _, _, seconds = job.finish()
     assert code == 130
-    assert seconds < STOP_S
+    assert seconds < PATIENT_S / 2
     assert not job.left()
 
 
@@ -145,7 +146,7 @@ def test_a_killed_rank_is_named_in_one_message(tmp_path: Path) -> None:
     assert len(err.splitlines()) == 1
     assert err.startswith("run ended: rank 1 was killed by signal 9 (training, host ")
     assert str(job.run / "attempt-1" / "job.log") in err
-    assert seconds < 10
+    assert seconds < 40
     assert not job.left()
 
 
@@ -172,7 +173,7 @@ def test_a_killed_supervisor_takes_its_ranks_along(tmp_path: Path) -> None:
     job.wait_up()
     job.process.kill()
     job.finish()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 40
     # the engine of this test is nobody's child on purpose; what kills a real one is its own PDEATHSIG
     while [line for line in job.left() if "sleep" not in line] and time.monotonic() < end:
         time.sleep(0.1)

@@ -135,6 +135,26 @@ def test_the_owner_touches_its_claim_and_a_displaced_one_ends_its_job(tmp_path, 
     assert owner(tmp_path) == Claim(2, 1, "n2", "k")
 
 
+def test_a_filesystem_that_stutters_stops_neither_the_touching_nor_the_end(tmp_path, monkeypatch):
+    """A claim that is not touched any more would be another host's in a minute."""
+    monkeypatch.setattr(claims, "BEAT_S", 0.01)
+    failed: list[int] = []
+
+    def stale(path: Path) -> Claim | None:
+        failed.append(1)
+        if len(failed) < 4:
+            raise OSError(116, "Stale file handle")
+        return owner(path)
+
+    with claim(config(str(tmp_path))):
+        monkeypatch.setattr(claims, "owner", stale)
+        os.utime(tmp_path / "claim.json", (1e9, 1e9))
+        wait(lambda: (tmp_path / "claim.json").stat().st_mtime > 1e9)
+        failed.clear()
+        monkeypatch.setattr(claims, "BEAT_S", 1e6)
+    assert owner(tmp_path) is not None
+
+
 def wait(happened) -> None:
     end = time.monotonic() + 30
     while not happened():
