@@ -107,13 +107,13 @@ def started(tmp_path: Path, *overrides: str, tree: Any = None, training_rank: in
     return job, run_dir
 
 
-def ends(job: subprocess.Popen[str], members: list[psutil.Process], within_s: float = 30.0) -> str:
+def ends(job: subprocess.Popen[str], members: list[psutil.Process], within_s: float = 90.0) -> str:
     """What it printed; nothing of it may be left."""
-    began = time.monotonic()
     text, _ = job.communicate(timeout=within_s)
-    assert time.monotonic() - began < within_s
-    left = [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not left, left
+    end = time.monotonic() + 10  # what was killed may take the kernel a moment
+    while left := [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
     return text
 
 
