@@ -12,6 +12,7 @@ groups, which are then generated again. What cannot be written is said once; the
 
 from __future__ import annotations
 
+import os
 import struct
 import sys
 import zlib
@@ -78,7 +79,8 @@ _groups: msgspec.msgpack.Decoder[KeptGroup] = msgspec.msgpack.Decoder(KeptGroup)
 
 
 class KeptGroups:
-    """`begin` an iteration, `add` its groups as they finish. One writer a run directory."""
+    """`begin` an iteration, `add` its groups as they finish. One writer a file: what an earlier attempt finished is copied to a
+    file of its own, which takes the other's name, so that one which lost the run unknowingly writes between nothing."""
 
     def __init__(self, folder: Path, config: Config, checkpoints: Callable[[], list[Path]]) -> None:
         self._folder, self._checkpoints = folder, checkpoints
@@ -100,11 +102,14 @@ class KeptGroups:
         try:
             found, whole_bytes = read(path, head) if path.exists() else ({}, 0)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("r+b" if whole_bytes else "wb")
-            self._file.truncate(whole_bytes)
-            self._file.seek(whole_bytes)
-            if not whole_bytes:
+            whole = path.read_bytes()[:whole_bytes] if whole_bytes else b""
+            draft = path.with_name(f".{path.name}.{os.getpid()}")
+            self._file = draft.open("wb")
+            self._file.write(whole)
+            if not whole:
                 self._write(_encoder.encode(head))
+            self._file.flush()
+            os.replace(draft, path)
         except OSError as error:
             self._give_up(error)
             return {}
@@ -125,6 +130,8 @@ class KeptGroups:
         for path in self._folder.glob("iteration-*"):
             if path.name < oldest:
                 path.unlink(missing_ok=True)
+        for draft in self._folder.glob(".iteration-*"):  # of an attempt that was killed just then
+            draft.unlink(missing_ok=True)
 
     def close(self) -> None:
         if self._file is not None:

@@ -30,6 +30,7 @@ from rpipe.rollout.watch import Watch
 from rpipe.rollout.worker import EngineOwner
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import open_channel
+from rpipe.runtime.claim import require
 from rpipe.runtime.dump import TrajectoryDump
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import CloseEngine
@@ -76,7 +77,7 @@ async def coordinate(config: Config, world: World, run_dir: RunDir, log: EventLo
     device = devices.select("cpu" if config.backend == "gloo" else config.cluster.accelerator)
     meet = partial(open_channel, where, 0, config.backend, device, config.limits.message_s, store)
     channel = await asyncio.to_thread(meet)
-    dump = TrajectoryDump(run_dir.trajectories)
+    dump = TrajectoryDump(run_dir.trajectories, require=partial(require, run_dir))
     owner = _owner(config, world, run_dir)
     printed = run_dir.logs / "rewards.log"  # what reward functions print
     kept = KeptGroups(run_dir.iteration_groups, config, run_dir.checkpoints_found)

@@ -2,7 +2,7 @@
 
 `trajectories/iteration-000003.parquet` holds every training trajectory of iteration 3, `iteration-000003.eval.parquet` the
 held-out ones. A part is written in the background, whole or not at all; a resumed attempt that repeats an iteration
-replaces its part. What cannot be written is said once; the job goes on.
+replaces its part. What cannot be written, or not any more because a newer attempt owns the run, is said once; the job goes on.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ def _to_stderr(text: str) -> None:
 class TrajectoryDump:
     """`add` rows, `flush` an iteration when it is complete, `close` at the end. Use from one thread."""
 
-    def __init__(self, directory: Path, warn: Callable[[str], None] = _to_stderr) -> None:
-        self._directory, self._warn = directory, warn
+    def __init__(
+        self, directory: Path, warn: Callable[[str], None] = _to_stderr, require: Callable[[], None] = lambda: None
+    ) -> None:
+        """`require` raises where nothing may be written any more; it is asked before each part."""
+        self._directory, self._warn, self._require = directory, warn, require
         self._rows: dict[tuple[int, str], list[Row]] = {}
         self._parts: queue.Queue[tuple[Path, list[Row]] | None] = queue.Queue(QUEUED_PARTS)
         self._written: set[Path] = set()  # by this process
@@ -139,6 +142,7 @@ class TrajectoryDump:
                 continue
             path, rows = part
             try:
+                self._require()
                 write_part(path, rows, append=path in self._written)
                 self._written.add(path)
             except Exception as error:  # a dead writer would leave `flush` before a full queue, with a false reason

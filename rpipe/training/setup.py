@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from rpipe.core.types import Sequences
 from rpipe.runtime import checkpoints
 from rpipe.runtime import device as devices
 from rpipe.runtime.channel import Channel, open_channel
+from rpipe.runtime.claim import attempts, require
 from rpipe.runtime.mailbox import Mailbox
 from rpipe.runtime.messages import EnginesUp, Standing, Stop, TrainerState
 from rpipe.runtime.rundir import RunDir
@@ -78,7 +80,7 @@ def resume(
     found = world.role_comm.bcast(found)
     if found:
         started_t = world.clock()
-        checkpoint, extra = load(trainer, found, world.is_coordinator)
+        checkpoint, extra = load(trainer, found, world.is_coordinator, partial(require, run_dir))
         log.note(world.clock(), "Resumed", checkpoint=checkpoint.name, started_t=started_t, **extra)
         return extra
     if config.model.warm_up is not None:
@@ -90,10 +92,13 @@ def resume(
     return {"iteration": 0, "version": 0, "cursor": 0}
 
 
-def load(trainer: MegatronTrainer, found: list[Path], speaks: bool) -> tuple[Path, dict[str, Any]]:
+def load(
+    trainer: MegatronTrainer, found: list[Path], speaks: bool, may_write: Callable[[], None]
+) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint that is whole, and what it says; damaged ones before it are set aside, with a line each.
 
-    All training ranks come to the same one. Raises ValueError where none can be read.
+    All training ranks come to the same one. Raises ValueError where none can be read. `may_write` raises where a newer attempt
+    owns the run: what looked damaged may be what that one is just writing.
     """
     damaged: list[str] = []
     for number, path in enumerate(found):
@@ -106,6 +111,7 @@ def load(trainer: MegatronTrainer, found: list[Path], speaks: bool) -> tuple[Pat
             continue
         if speaks:
             for old in found[:number]:
+                may_write()
                 checkpoints.set_aside(old)
         return path, extra
     raise ValueError(
@@ -151,8 +157,9 @@ def _beating(batches: Iterator[Sequences], mailbox: Mailbox, world: World) -> It
 
 def open_publisher(config: Config, world: World, run_dir: RunDir, trainer: MegatronTrainer) -> Publisher:
     """Through which all versions go to the engines, and to the disk."""
-    for left in run_dir.path.glob("attempt-*/snapshots"):  # of attempts that were killed
-        shutil.rmtree(left, ignore_errors=True)
+    for number in attempts(run_dir.path):
+        if number < run_dir.attempt:  # it was killed
+            shutil.rmtree(RunDir(run_dir.path, number).snapshots, ignore_errors=True)
     source, limit_s = run_dir.model_of(config), config.limits.collective_s
     snapshots = Snapshots(run_dir.snapshot if config.engine.restarts else None, source, config.dtype, limit_s)
     return Publisher(config, world.address(config.cluster.interface), trainer.weight_specs(), snapshots)

@@ -82,6 +82,22 @@ def test_a_second_flush_of_an_iteration_adds_and_a_resumed_attempt_replaces(tmp_
     assert [row["group"] for row in read_trajectories(tmp_path)] == [7]
 
 
+def test_an_attempt_that_lost_the_run_leaves_the_newer_ones_parts_alone(tmp_path: Path):
+    newer = TrajectoryDump(tmp_path)
+    add(newer, 0, 7, 0)
+    newer.close()
+
+    def lost() -> None:
+        raise RuntimeError("attempt 1 lost the run to attempt 2")
+
+    said: list[str] = []
+    older = TrajectoryDump(tmp_path, warn=said.append, require=lost)
+    add(older, 0, 1, 0)
+    older.close()
+    assert [row["group"] for row in read_trajectories(tmp_path)] == [7]
+    assert len(said) == 1 and "no more trajectories are written: attempt 1 lost the run to attempt 2" in said[0]
+
+
 def test_flush_writes_its_own_iteration_only_and_close_the_rest(tmp_path: Path):
     dump = TrajectoryDump(tmp_path)
     add(dump, 0, 0, 0)

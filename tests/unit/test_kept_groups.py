@@ -48,6 +48,19 @@ def test_a_later_attempt_takes_them_over_and_adds_its_own(tmp_path):
     assert sorted(kept(tmp_path).begin(3, 3, "these")) == [24, 25, 26]
 
 
+def test_an_attempt_that_lost_the_run_and_writes_on_spoils_nothing(tmp_path):
+    older = kept(tmp_path)
+    older.begin(3, 3, "these")
+    older.add(group(24))
+    newer = kept(tmp_path)
+    assert sorted(newer.begin(3, 3, "these")) == [24]
+    for number in (25, 26):
+        older.add(group(number + 2))
+        newer.add(group(number))
+    assert sorted(kept(tmp_path).begin(3, 3, "these")) == [24, 25, 26]
+    assert [path.name for path in tmp_path.iterdir()] == ["iteration-000003"]
+
+
 @pytest.mark.parametrize("stale", ["fingerprint", "version", "settings"])
 def test_what_was_sampled_otherwise_is_not_taken_and_goes(tmp_path, stale):
     written(tmp_path, 24)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rpipe.runtime.checkpoints import Damaged
+from rpipe.runtime.claim import ClaimLost
 from rpipe.training.setup import load
 
 
@@ -31,14 +32,30 @@ def checkpoints(folder: Path) -> list[Path]:
     return found
 
 
+def free() -> None:
+    """The run is this attempt's."""
+
+
+def test_an_attempt_that_lost_the_run_sets_nothing_aside(tmp_path):
+    """What it found damaged may be what the newer one is just giving its place."""
+
+    def lost() -> None:
+        raise ClaimLost("attempt 1 lost it to attempt 2")
+
+    found = checkpoints(tmp_path)
+    with pytest.raises(ClaimLost):
+        load(Trainer("iteration-000006"), found, True, lost)
+    assert all(path.is_dir() for path in found)
+
+
 def test_the_newest_is_taken(tmp_path, capfd):
-    assert load(Trainer(), checkpoints(tmp_path), True) == (tmp_path / "iteration-000006", {"iteration": 6})
+    assert load(Trainer(), checkpoints(tmp_path), True, free) == (tmp_path / "iteration-000006", {"iteration": 6})
     assert capfd.readouterr().out == ""
 
 
 def test_damaged_ones_are_set_aside_with_a_line_each(tmp_path, capfd):
     trainer = Trainer("iteration-000006", "iteration-000004")
-    assert load(trainer, checkpoints(tmp_path), True) == (tmp_path / "iteration-000002", {"iteration": 2})
+    assert load(trainer, checkpoints(tmp_path), True, free) == (tmp_path / "iteration-000002", {"iteration": 2})
     assert capfd.readouterr().out.splitlines() == [
         "iteration-000006/__0_0.distcp: 3 bytes, wanted 7: the checkpoint is damaged; going on from iteration-000004",
         "iteration-000004/__0_0.distcp: 3 bytes, wanted 7: the checkpoint is damaged; going on from iteration-000002",
@@ -49,7 +66,7 @@ def test_damaged_ones_are_set_aside_with_a_line_each(tmp_path, capfd):
 
 def test_ranks_that_do_not_speak_come_to_the_same_one_and_touch_nothing(tmp_path, capfd):
     found = checkpoints(tmp_path)
-    assert load(Trainer("iteration-000006"), found, False)[0].name == "iteration-000004"
+    assert load(Trainer("iteration-000006"), found, False, free)[0].name == "iteration-000004"
     assert capfd.readouterr().out == "" and all(path.is_dir() for path in found)
 
 
@@ -58,7 +75,7 @@ def test_none_that_can_be_read_is_one_error_that_names_each(tmp_path):
     with pytest.raises(
         ValueError, match=r"^no checkpoint in .* can be read: iteration-000006/.*; iteration-000004/.*; iteration-0"
     ):
-        load(Trainer(*(path.name for path in found)), found, True)
+        load(Trainer(*(path.name for path in found)), found, True, free)
     assert all(path.is_dir() for path in found), "a person may still mend them"
 
 
@@ -68,4 +85,4 @@ def test_an_error_that_is_no_damage_does_not_fall_back(tmp_path):
             raise ValueError("it holds no reference weights")
 
     with pytest.raises(ValueError, match="reference weights"):
-        load(Other(), checkpoints(tmp_path), True)
+        load(Other(), checkpoints(tmp_path), True, free)
