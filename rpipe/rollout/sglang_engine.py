@@ -226,7 +226,10 @@ class SglangEngine:
             if not stream.ended.is_set():
                 raise ValueError("the server closed the stream before its end")
         except EngineError as error:
-            stream.fail(EngineError(f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}"))
+            await asyncio.sleep(2 * LOOK_S)  # a server may refuse because it is about to end: the engine is lost then
+            death = self.server.death()
+            told = f"{self.name}: {stream.rid.partition(':')[2]}: {error}; see {self.log_path}"
+            stream.fail(EngineGone(death) if death is not None else EngineError(told))
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, msgspec.MsgspecError, ValueError) as error:
             stream.fail(EngineGone(await connection.lost(error)))
 

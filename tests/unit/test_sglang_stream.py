@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from rpipe.config import parse
-from rpipe.rollout.engine import Chunk, EngineError, Sampling, TurnRequest
+from rpipe.rollout.engine import Chunk, EngineError, EngineGone, Sampling, TurnRequest
 from rpipe.rollout.sglang_engine import SglangEngine
 from rpipe.rollout.sglang_launch import command_line, server_arguments
 from rpipe.rollout.sglang_server import free_port, last_word
@@ -181,15 +181,38 @@ def test_a_lost_connection_and_an_early_end_are_engine_errors(tmp_path: Path):
     asyncio.run(with_server(generate, tmp_path, work))
 
 
+def test_a_refusal_by_a_server_that_is_about_to_end_is_the_engines_loss(tmp_path: Path):
+    """It can be started again; a refusal by one that goes on is the request's fault and ends the run."""
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"error": {"message": "no scheduler"}}, status=500)
+
+    async def work(e: SglangEngine, aborts: list[str]) -> None:
+        with pytest.raises(EngineError, match=r"refused \(500\): no scheduler") as told:
+            await collect(e, "r")
+        assert not isinstance(told.value, EngineGone)
+        looks: list[int] = []
+
+        def dies() -> str | None:
+            looks.append(1)
+            return "engine 0: SGLang's server ended" if len(looks) > 1 else None
+
+        e.server.death = dies  # type: ignore[method-assign]
+        with pytest.raises(EngineGone, match="SGLang's server ended"):
+            await collect(e, "r")
+
+    asyncio.run(with_server(generate, tmp_path, work))
+
+
 def test_an_abort_that_the_server_never_hears_still_ends_the_stream_with_its_prefix(tmp_path: Path):
     async def generate(request: web.Request) -> web.StreamResponse:
         return await stream(request, [event([5, 6], 2)], then_s=30)
 
     async def work(e: SglangEngine, aborts: list[str]) -> None:
-        task = asyncio.create_task(collect(e, "a"))
-        await asyncio.sleep(0.2)
+        generated = e.generate(TurnRequest("a", [5], Sampling(max_new_tokens=9)))
+        chunks = [await generated.__anext__()]
         await e.abort("a")
-        chunks = await task
+        chunks += [c async for c in generated]
         assert [(c.token_ids, c.finish) for c in chunks] == [((5, 6), None), ((), "abort")]
         assert len(aborts) > 1 and all(a.endswith(":a") for a in aborts)
 
@@ -203,7 +226,7 @@ def test_abandoning_the_iterator_tells_the_server(tmp_path: Path):
     async def work(e: SglangEngine, aborts: list[str]) -> None:
         async for _ in e.generate(TurnRequest("x", [5], Sampling(max_new_tokens=9))):
             break
-        for _ in range(100):
+        for _ in range(1000):
             await asyncio.sleep(0.01)
             if aborts:
                 break
