@@ -1,8 +1,8 @@
 """How loaded are the engines, how full is the trainer's queue, and how fast is each stage?
 
 What the admission policy looks at, kept from events alone. Rates: rollout's is the seconds from one serving-complete group to
-the next, over the last whole rollout; training's the seconds of computing that a group takes (its micro-batches and its part of
-the step), and the length of a response its mean, both forgetting slowly.
+the next, over the last training rollout that was generated whole; training's the seconds of computing that a group takes (its
+micro-batches and its part of the step), and the length of a response its mean, both forgetting slowly.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ class Meter:
         self._kv_tokens: dict[int, int] = {}  # engine -> what its cache holds
         self._requested_t = 0.0
         self._wanted = 0  # groups of this rollout
+        self._measures = False  # its time tells of the next one's
         self._served = self._trained = 0  # of them; dropped ones do not count
         self._in_flight = self._prompt_tokens = 0  # trajectories sent and not finished, and their prompts
         self._rollout_group_s: float | None = None
@@ -47,8 +48,8 @@ class Meter:
     def engine_ready(self, engine: int, kv_tokens: int) -> None:
         self._kv_tokens[engine] = kv_tokens
 
-    def requested(self, t: float, wanted: int) -> None:
-        self._requested_t, self._wanted = t, wanted
+    def requested(self, t: float, wanted: int, training: bool) -> None:
+        self._requested_t, self._wanted, self._measures = t, wanted, training
         self._served = self._trained = 0
 
     def sent(self, prompt_tokens: int) -> None:
@@ -67,12 +68,13 @@ class Meter:
     def served(self, t: float) -> None:
         """A group is serving-complete."""
         self._served += 1
-        if self._served == self._wanted:
+        if self._served == self._wanted and self._measures:
             self._rollout_group_s = (t - self._requested_t) / self._wanted
 
     def restored(self) -> None:
         """A group that an interrupted attempt had finished."""
         self._served += 1
+        self._measures = False
 
     def dropped(self) -> None:
         """A served group will not be trained."""

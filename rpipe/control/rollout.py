@@ -243,7 +243,7 @@ class RolloutCoordinator:
         training = event.purpose == "train"
         ahead, refill = (self.settings.over_sampling_groups, self.settings.refill_groups) if training else (0, 0)
         self._selection = Selection(len(event.groups) - ahead, ahead, refill)
-        self._meter.requested(event.t, self._selection.wanted)
+        self._meter.requested(event.t, self._selection.wanted, training)
         self.groups, self._order, self._ending = {}, [], False
         self._take_in(event.groups)
         return self._begin(event.groups)
