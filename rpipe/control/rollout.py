@@ -14,7 +14,7 @@
     StopRequested        -> FinishRun
 
 A state machine without IO: no clock (time is `event.t`), no randomness, ties break by id. The same object runs in the job
-and, later, in the simulator; replaying a log's events gives the same commands.
+and in the simulator; replaying a log's events gives the same commands.
 """
 
 from __future__ import annotations
