@@ -63,7 +63,7 @@ from rpipe.core.events import (
     WeightsOffered,
 )
 from rpipe.core.types import GroupId, Version
-from rpipe.policy.admission import Admission
+from rpipe.policy.admission import Admission, Fifo
 from rpipe.policy.advantage import Advantage, shuffled, zero_variance
 from rpipe.policy.placement import Placement
 
@@ -283,8 +283,10 @@ class RolloutCoordinator:
 
     def _admit(self) -> list[RolloutCommand]:
         commands: list[RolloutCommand] = []
+        # Of the held-out groups nobody waits for the first; a frontier of groups of one would leave the engines idle.
+        policy = self.settings.admission if self.purpose == "train" else Fifo()
         while self._deferred and self.engines.serving and self._queued_bytes <= self.settings.queue_bytes:
-            if not self.settings.admission.admits(self._meter.load(len(self._in_service))):
+            if not policy.admits(self._meter.load(len(self._in_service))):
                 break
             group = self._deferred.popleft()
             group.become(GroupState.IN_SERVICE)
