@@ -43,7 +43,7 @@ def test_another_policy_decides_otherwise():
     settings = config.load(GOLDEN / "fifo" / "config.yaml", ["admission.frontier_groups=1"])
     coordinator = RolloutCoordinator(rollout_settings(settings))
     recorded = list(steps(GOLDEN / "fifo" / "rank00000.jsonl"))
-    request = next(i for i, (event, _) in enumerate(recorded) if type(event).__name__ == "RolloutRequested")
+    request = next(i for i, (event, _) in enumerate(recorded) if getattr(event, "purpose", "") == "train")
     answers = [coordinator.on(event) for event, _ in recorded[: request + 1]]
     assert answers[:-1] == [commands for _, commands in recorded[:request]]
     assert answers[-1] != recorded[request][1]
