@@ -23,8 +23,9 @@ _SRUN_SIGNALS = {"Killed": 9, "Aborted": 6, "Segmentation fault": 11, "Bus error
 _EXCEPTION = re.compile(r"^(?:[\w.]+\.)?[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Refused|Timeout)(?::.*)?$")
 
 _NOT_LAUNCHED = re.compile(r"^srun: .*(?:launch failed: |aborted before step completely launched)", re.MULTILINE)
-# The starter's, for the others of a rank that failed, and a failed rank's own where its abort takes too long (rpipe/train.py).
-_AFTER_A_FAILURE = (signal.SIGTERM, signal.SIGALRM)
+# The starter's, for the others of a rank that failed; a failed rank's own where its abort takes too long (rpipe/train.py); the
+# supervisor's, for stacks, which ends a rank that is not yet ready for it.
+_AFTER_A_FAILURE = (signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1)
 
 Role = Callable[[int], str]
 

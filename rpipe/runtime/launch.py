@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -108,13 +109,15 @@ def _job(config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir
     if plan is not None:
         command = [*starter.srun, *plan.srun_words(program)]
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return supervise(
-        command,
-        mpirun.job_environment(config.cluster, uuid.uuid4().hex, columns),
-        run.attempt_path / "job.log",
-        config.limits.stop_s,
-        role=lambda rank: "rollout" if rank < rollout else "training",
-    )
+    env = mpirun.job_environment(config.cluster, uuid.uuid4().hex, columns)
+    with tempfile.TemporaryDirectory(prefix="rpipe-mpi-", ignore_cleanup_errors=True) as sockets:
+        return supervise(
+            command,
+            {**env, **(mpirun.session_environment(sockets) if starter.kind == "mpirun" else {})},
+            run.attempt_path / "job.log",
+            config.limits.stop_s,
+            role=lambda rank: "rollout" if rank < rollout else "training",
+        )
 
 
 def _report(report: Report, path: Path, outcome: Outcome) -> None:

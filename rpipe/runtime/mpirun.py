@@ -83,6 +83,12 @@ def mpi_environment() -> dict[str, str]:
     }
 
 
+def session_environment(folder: str) -> dict[str, str]:
+    """Where Open MPI 5 and 4 keep a job's sockets. Left alone they name a folder in /tmp by mpirun's process number: what a
+    killed job leaves there stops the next one of that number ("listener thread failed to start")."""
+    return {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
+
+
 def job_environment(cluster: Cluster, job: str, columns: int | None) -> dict[str, str]:
     """The whole environment of a job's ranks. `columns`: the terminal's width, None where output is no terminal."""
     env = dict(os.environ)

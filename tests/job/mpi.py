@@ -12,7 +12,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+from rpipe.runtime.mpirun import session_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,10 +68,15 @@ def run_mpi(n: int, script: str | Path, *args: str, timeout_s: float = 120.0, en
         str(ROOT / script),
         *args,
     ]
+    with tempfile.TemporaryDirectory(prefix="rpipe-mpi-", ignore_cleanup_errors=True) as sockets:
+        return _run(command, environment(**session_environment(sockets), **(env or {})), timeout_s)
+
+
+def _run(command: list[str], env: dict[str, str], timeout_s: float) -> str:
     process = subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment(**(env or {})),
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -57,7 +57,7 @@ def test_a_rank_that_said_why_outweighs_how_it_was_ended(tmp_path: Path) -> None
     assert explain(OMPI5_KILLED, tmp_path, 139, role) == "rank 3 (training): no group for 120 s; waiting for group 41"
 
 
-@pytest.mark.parametrize("number, name", [(15, "Terminated"), (14, "Alarm clock")])
+@pytest.mark.parametrize("number, name", [(15, "Terminated"), (14, "Alarm clock"), (10, "User defined signal 1")])
 def test_how_the_others_of_a_failed_rank_are_ended_is_no_cause(tmp_path: Path, number: int, name: str) -> None:
     log = OMPI4_KILLED.replace("signal 9 (Killed)", f"signal {number} ({name})")
     assert explain(log, tmp_path, 1, role) == f"rank 1 was killed by signal {number} (training, host n1)", "nobody said more"

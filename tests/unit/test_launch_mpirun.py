@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from rpipe import config
 from rpipe.config import Cluster
-from rpipe.runtime import mpirun
+from rpipe.runtime import launch, mpirun
 from rpipe.runtime.mpirun import LaunchError, Starter
+from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.supervise import Outcome
 
 
 def program(folder: Path, name: str, says: str) -> Path:
@@ -67,3 +70,18 @@ def test_the_environment_marks_the_job_and_says_whether_there_is_a_terminal(monk
     assert "RPIPE_TERMINAL" not in env
     shown = mpirun.job_environment(Cluster(accelerator="cuda"), "j", 99)
     assert (shown["RPIPE_TERMINAL"], shown["COLUMNS"]) == ("1", "99")
+
+
+def test_mpirun_keeps_its_sockets_in_a_folder_of_the_jobs_own(tmp_path, monkeypatch):
+    seen: list[Path] = []
+
+    def supervised(command, env, log, stop_s, role):
+        seen.extend(Path(env[key]) for key in ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base"))
+        assert all(path.is_dir() for path in seen[-2:])
+        return Outcome(0, "")
+
+    monkeypatch.setattr(launch, "supervise", supervised)
+    settings = config.parse({"model": {"make": {}}, "data": {"train": {"kind": "sums"}}}, "test")
+    for _ in range(2):
+        launch._job(settings, Starter("mpirun", "/mpirun"), None, RunDir(tmp_path, 1), "rpipe.train")
+    assert len(set(seen)) == 2 and not any(path.exists() for path in seen)
