@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rpipe.runtime.processes import terminate_with_parent
+from rpipe.runtime.processes import end_with_parent
 from tests.slurm.slurm_conf import CONTROLLER, NETWORK, slurm_conf
 
 # as .ci/run installs them; libpmix-dev as Slurm's plug-in opens the unversioned libpmix.so
@@ -53,6 +53,10 @@ def lacking() -> str:
 
 
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/sbin", "/usr/sbin", "/sbin"])
+
+
+def _die_with_us() -> None:
+    end_with_parent(signal.SIGKILL)  # unshare ignores TERM; its own child dies with it
 
 
 @dataclass
@@ -259,7 +263,7 @@ class Cluster:
             process = subprocess.Popen(
                 ["unshare", *spaces, *init], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
                 env=self.environment(), start_new_session=True,
-                preexec_fn=terminate_with_parent if self.dies_with_us else None,
+                preexec_fn=_die_with_us if self.dies_with_us else None,
             )  # fmt: skip
         assert process.stdout is not None
         if process.stdout.readline() != b"up\n":
