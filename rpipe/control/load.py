@@ -1,8 +1,9 @@
 """How loaded are the engines, how full is the trainer's queue, and how fast is each stage?
 
 What the admission policy looks at, kept from events alone. Rates: rollout's is the seconds from one serving-complete group to
-the next, over the last training rollout that was generated whole; training's the seconds of computing that a group takes (its
-micro-batches and its part of the step), and the length of a response its mean, both forgetting slowly.
+the next, over the last training rollout that was generated whole (in a run's first one: so far); training's the seconds of
+computing that a group takes (its micro-batches and its part of the step), and the length of a response its mean, both
+forgetting slowly.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Meter:
         self._requested_t = 0.0
         self._wanted = 0  # groups of this rollout
         self._measures = False  # its time tells of the next one's
+        self._first = False  # nothing is known yet: what is measured counts before its end
         self._served = self._trained = 0  # of them; dropped ones do not count
         self._in_flight = self._prompt_tokens = 0  # trajectories sent and not finished, and their prompts
         self._rollout_group_s: float | None = None
@@ -51,6 +53,7 @@ class Meter:
     def requested(self, t: float, wanted: int, training: bool) -> None:
         self._requested_t, self._wanted, self._measures = t, wanted, training
         self._served = self._trained = 0
+        self._first = self._rollout_group_s is None
 
     def sent(self, prompt_tokens: int) -> None:
         self._in_flight += 1
@@ -68,8 +71,8 @@ class Meter:
     def served(self, t: float) -> None:
         """A group is serving-complete."""
         self._served += 1
-        if self._served == self._wanted and self._measures:
-            self._rollout_group_s = (t - self._requested_t) / self._wanted
+        if self._measures and (self._served == self._wanted or self._first):
+            self._rollout_group_s = (t - self._requested_t) / self._served
 
     def restored(self) -> None:
         """A group that an interrupted attempt had finished."""

@@ -2,7 +2,7 @@
 
     WeightsOffered       -> UpdateEngine on each         all updated -> RequestRollout (evaluation if due, else the iteration)
     RolloutRequested     -> SendTurn for admitted groups (admission policy), engine by placement policy
-    TurnStarted          -> its deadline is set
+    TurnStarted          -> its deadline is set; SendTurn for its siblings, which it led (control/turns.py)
     TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier; admit again
     TrajectoryScored     -> all K scored -> (FilterGroup -> GroupFiltered ->) SendGroup | DropGroup
     DropGroup            -> RequestGroups -> GroupsDrawn, while fewer than R can still be kept (control/selection.py)
@@ -109,7 +109,9 @@ class RolloutCoordinator:
         self.purpose: Purpose = "train"
         self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
         self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
-        self.turns = Turns(settings.engines, settings.placement, settings.trajectory_deadline_s, self._meter)
+        # Fifo fills an engine's queue: siblings would come behind younger groups, and start one by one there in any case.
+        leads = not isinstance(settings.admission, Fifo)
+        self.turns = Turns(settings.engines, settings.placement, settings.trajectory_deadline_s, self._meter, leads)
         self.engines = self.turns.engines
         self._confirmed: Version = -1  # the newest that the trainer knows to be held
         self._deferred: deque[GroupRecord] = deque()  # in submission order
@@ -131,8 +133,7 @@ class RolloutCoordinator:
             case TurnFinished():
                 return self._turn_finished(event)
             case TurnStarted():
-                self.turns.started(event, self.groups[event.trajectory.group])
-                return []
+                return [*self.turns.started(event, self.groups[event.trajectory.group])]
             case TrajectoryScored():
                 return self._scored(event)
             case GroupFiltered():
@@ -302,12 +303,12 @@ class RolloutCoordinator:
                 f" the rollout's is {self.version}"
             )
         group = self.groups[trajectory.group]
-        self.turns.finished(event, group)
+        siblings = self.turns.finished(event, group)
         if group.surplus:
             return self._settle(group)
         self._meter.responded(event.output_tokens)
         group.awaited += 1
-        commands: list[RolloutCommand] = [ScoreTrajectory(trajectory=trajectory)]
+        commands: list[RolloutCommand] = [*siblings, ScoreTrajectory(trajectory=trajectory)]
         if not group.unfinished:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]

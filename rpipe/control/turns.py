@@ -1,7 +1,9 @@
 """Which trajectories are on which engine, when is each due, and which wait for another engine?
 
-    place      an engine is chosen; the trajectory runs
-    started    its first tokens came: its deadline is set
+    place      an engine is chosen; the trajectory runs. With `leads`, one of a group goes ahead of its siblings on each engine:
+               they are held until it has started, and find its prompt computed (SGLang shares what is in its prefix cache, not
+               what is being computed)
+    started    its first tokens came: its deadline is set, its siblings follow
     finished   it is off the engine
     interrupt  its engine was lost: it goes on elsewhere from what it had, under the same version, so still on-policy; the time
                until it runs again is not the trajectory's
@@ -24,12 +26,13 @@ Groups = Mapping[GroupId, GroupRecord]
 
 
 class Turns:
-    def __init__(self, engines: int, placement: Placement, deadline_s: float, meter: Meter) -> None:
+    def __init__(self, engines: int, placement: Placement, deadline_s: float, meter: Meter, leads: bool) -> None:
         self.engines = Engines(engines)
         self.in_flight = Loads([0] * engines)  # trajectories on each engine
         self.running: dict[TrajectoryId, TrajectoryRecord] = {}  # in the order sent
         self.interrupted: dict[TrajectoryId, TrajectoryRecord] = {}  # they wait for another engine
-        self._placement, self._deadline_s, self._meter = placement, deadline_s, meter
+        self._placement, self._deadline_s, self._meter, self._leads = placement, deadline_s, meter, leads
+        self._held: dict[tuple[GroupId, int], list[SendTurn]] = {}  # (group, engine): they wait there for their lead to start
         # Of those that started and were not cut, soonest first. Ordered: a dict's first item is O(what was removed before it).
         self._deadlines_t: OrderedDict[TrajectoryId, float] = OrderedDict()
 
@@ -38,13 +41,19 @@ class Turns:
         return next(iter(self._deadlines_t.values()), None)
 
     def place(self, group: GroupRecord, version: Version) -> list[SendTurn]:
-        """All trajectories of a group."""
+        """All trajectories of a group; what is held is in flight."""
         commands: list[SendTurn] = []
         sibling: int | None = None
         for index in range(len(group.trajectories)):
             command = self._place(group, index, sibling, version)
             sibling = command.engine
+            held = self._held.get((group.group, sibling))
+            if held is not None:
+                held.append(command)
+                continue
             commands.append(command)
+            if self._leads:
+                self._held[group.group, sibling] = []
         return commands
 
     def _place(self, group: GroupRecord, index: int, sibling: int | None, version: Version) -> SendTurn:
@@ -62,16 +71,19 @@ class Turns:
             prefix_tokens=record.prefix_tokens,
         )
 
-    def started(self, event: TurnStarted, group: GroupRecord) -> None:
+    def started(self, event: TurnStarted, group: GroupRecord) -> list[SendTurn]:
+        """Its siblings, where it was their lead."""
         record = self.running[event.trajectory]
         if group.surplus:
-            return
+            return []
         allowed_s = self._deadline_s if record.remaining_s is None else record.remaining_s
         self._deadlines_t[event.trajectory] = event.t + allowed_s
         if record.remaining_s is not None:  # it goes on after a loss: its deadline is not the last one
             self._deadlines_t = OrderedDict(sorted(self._deadlines_t.items(), key=lambda item: (item[1], item[0])))
+        return self._held.pop((group.group, record.engine), [])
 
-    def finished(self, event: TurnFinished, group: GroupRecord) -> None:
+    def finished(self, event: TurnFinished, group: GroupRecord) -> list[SendTurn]:
+        """Its siblings, where it was their lead and ended before it was seen to start."""
         record = group.trajectory(event.trajectory.sample, TrajectoryState.GENERATED)
         record.output_tokens = event.output_tokens
         del self.running[event.trajectory]
@@ -79,6 +91,7 @@ class Turns:
         self.in_flight[record.engine] -= 1
         self._meter.finished(group.prompt_tokens)
         group.unfinished -= 1
+        return self._held.pop((group.group, record.engine), [])
 
     def overdue(self, t: float) -> list[AbortTurn]:
         commands: list[AbortTurn] = []
@@ -90,8 +103,15 @@ class Turns:
         return commands
 
     def cut(self, group: GroupRecord) -> list[AbortTurn]:
-        """What of a surplus group runs comes back; what waits for an engine never runs again."""
+        """What of a surplus group runs comes back; what waits, for an engine or for its lead, never runs."""
         commands: list[AbortTurn] = []
+        for key in [key for key in self._held if key[0] == group.group]:
+            for held in self._held.pop(key):
+                del self.running[held.trajectory]
+                group.trajectory(held.trajectory.sample, TrajectoryState.INTERRUPTED)
+                self.in_flight[held.engine] -= 1
+                self._meter.finished(group.prompt_tokens)
+                group.unfinished -= 1
         for index, record in enumerate(group.trajectories):
             trajectory = TrajectoryId(group.group, index)
             if record.state is TrajectoryState.RUNNING:
@@ -104,6 +124,8 @@ class Turns:
     def interrupt(self, engine: int, made_tokens: Mapping[TrajectoryId, int], groups: Groups, t: float) -> list[GroupRecord]:
         """Everything that ran on a lost engine; returns the surplus groups among theirs, which are not sent anywhere again."""
         surplus: dict[GroupId, GroupRecord] = {}
+        for key in [key for key in self._held if key[1] == engine]:
+            del self._held[key]
         for trajectory in [trajectory for trajectory, record in self.running.items() if record.engine == engine]:
             group = groups[trajectory.group]
             record = group.trajectory(trajectory.sample, TrajectoryState.INTERRUPTED)

@@ -11,10 +11,11 @@ finish first. A group holds its place until its last trajectory is done: where r
 `soft_frontier` gives engines as much as they can run at once (every slot, within a budget of KV tokens) unless two things
 hold: the trainer would idle soon, and rollout can afford smaller batches. Then it is a frontier, `frontier_groups` wide and
 WIDEN wider by every group that waits for the trainer. Rollout can afford it while what is left to roll out, and MARGIN more,
-takes less time than what is left to train before the last step, at the rates measured so far; before both are known it is taken
-to be so. Where rollout is the bottleneck this is fifo admission without the requests that would only wait in an engine; where
-training is, the first step's groups come nearly as early as the paper's frontier brings them. In both the engines' queues are
-ordered by priority, minus the submission order: what is backfilled never starts before the frontier.
+takes less time than what is left to train before the last step, at the rates measured so far. Before both are known, at a
+run's very beginning, it is taken to be so until a group waits for the trainer. Where rollout is the bottleneck this is fifo
+admission without the requests that would only wait in an engine; where training is, the first step's groups come nearly as
+early as the paper's frontier brings them. In both the engines' queues are ordered by priority, minus the submission order:
+what is backfilled never starts before the frontier.
 
 KV tokens are what trajectories in flight are *expected* to need: prompt and the mean length of finished responses. That is
 cheap to get wrong: what does not fit after all waits in its engine's queue, which starts a request only when there is room,
@@ -95,8 +96,9 @@ class SoftFrontier:
         return load.groups_in_service < self.frontier_groups + WIDEN * load.groups_ready or not self.has_time(load)
 
     def has_time(self, load: RolloutLoad) -> bool:
-        """Rollout will be done before the last step's training could begin, however small its batches are now."""
+        """Rollout will be done before the last step's training could begin, however small its batches are now.
+        Unknown rates: what is there to gain, the first step's groups sooner, is gained when the first of them is ready."""
         if load.rollout_group_s is None or load.train_group_s is None:
-            return True
+            return not load.groups_ready
         train_s = (load.groups_untrained - self.groups_per_step) * load.train_group_s
         return train_s > (1 + MARGIN) * load.groups_unserved * load.rollout_group_s

@@ -47,7 +47,7 @@ SETTINGS: dict[str, list[str]] = {
     # short prompts: the trainer reads each K times, the engine almost never
     "rollout-bound-32": [
         "rollout.groups_per_iteration=32",
-        "data.train.options={min_terms: 2, max_terms: 2, max_number: 9}",
+        "data.train.options={min_terms: 2, max_terms: 2, max_number: 99}",
     ],
 }
 ARMS: dict[str, list[str]] = {

@@ -11,6 +11,7 @@ from rpipe.control.training import TrainingCoordinator
 from rpipe.core import events as e
 from rpipe.core.types import TrajectoryId
 from rpipe.policy.admission import Fifo, Frontier
+from rpipe.policy.placement import GroupAffine
 from tests.pure_job import PureJob, rollout_settings, step_done, training_settings
 
 
@@ -104,6 +105,36 @@ def test_a_full_queue_to_the_trainer_holds_new_groups_back():
     held = coordinator.on(finished(1, 1))
     assert not any(isinstance(c, e.SendTurn) for c in held)
     assert [c.trajectory.group for c in coordinator.on(e.GroupReceived(t=4.0, group=0))] == [2, 2]
+
+
+LEAD, SIBLING = TrajectoryId(0, 0), TrajectoryId(0, 1)
+
+
+def test_siblings_on_one_engine_follow_when_their_lead_has_started():
+    """They find the prompt in the prefix cache; until then they count as being in flight."""
+    coordinator, commands = running(groups=2, admission=Frontier(1), placement=GroupAffine())
+    assert [c.trajectory for c in commands] == [LEAD] and coordinator.turns.in_flight[0] == 2
+    (followed,) = coordinator.on(e.TurnStarted(t=1.5, trajectory=LEAD, engine=0))
+    assert isinstance(followed, e.SendTurn) and followed.trajectory == SIBLING and followed.engine == 0
+
+
+def test_siblings_follow_a_lead_that_ends_before_it_was_seen_to_start():
+    coordinator, _ = running(groups=2, admission=Frontier(1), placement=GroupAffine())
+    commands = coordinator.on(finished(0, 0))
+    assert [c.trajectory for c in commands if isinstance(c, e.SendTurn)] == [SIBLING]
+
+
+def test_siblings_of_a_lead_whose_engine_is_lost_go_elsewhere_with_it():
+    coordinator, _ = running(groups=1, admission=Frontier(1), placement=GroupAffine())
+    commands = coordinator.on(e.EngineLost(t=2.0, engine=0, reason="silent"))
+    assert [(c.trajectory, c.engine) for c in commands if isinstance(c, e.SendTurn)] == [(LEAD, 1), (SIBLING, 1)]
+    assert coordinator.on(e.TurnStarted(t=2.5, trajectory=LEAD, engine=1)) == []
+
+
+def test_fifo_sends_every_sibling_at_once():
+    """Held back, they would come behind younger groups in the engines' queues."""
+    _, commands = running(groups=2, admission=Fifo(), placement=GroupAffine())
+    assert len(commands) == 4
 
 
 def test_an_evaluation_comes_before_the_first_iteration_and_after_the_last():

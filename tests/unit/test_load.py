@@ -29,3 +29,19 @@ def test_an_evaluation_and_groups_of_an_interrupted_attempt_say_nothing_of_it() 
     rollout(meter, 20.0, 20.4, training=False)
     rollout(meter, 30.0, 31.0, restored=3)
     assert meter.load(0).rollout_group_s == 2.0
+
+
+def test_a_runs_first_rollout_is_measured_while_it_runs() -> None:
+    """A policy that knew nothing until its end would keep a long first iteration narrow."""
+    meter = Meter(8, 64)
+    meter.requested(10.0, 4, training=False)
+    meter.served(11.0)
+    assert meter.load(0).rollout_group_s is None, "an evaluation"
+    meter.requested(20.0, 4, training=True)
+    meter.served(26.0)
+    assert meter.load(0).rollout_group_s == 6.0
+    meter.served(28.0)
+    assert meter.load(0).rollout_group_s == 4.0
+    meter.requested(40.0, 4, training=True)
+    meter.served(50.0)
+    assert meter.load(0).rollout_group_s == 4.0, "the last whole one"

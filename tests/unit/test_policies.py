@@ -37,12 +37,16 @@ SLOW_ROLLOUT = {"rollout_group_s": 2.0, "train_group_s": 1.0}
 SLOW_TRAINING = {"rollout_group_s": 1.0, "train_group_s": 2.0}
 
 
-@pytest.mark.parametrize("rates", [{}, SLOW_TRAINING])
-def test_a_soft_frontier_is_the_hard_one_until_groups_are_ready_and_wider_by_each_that_is(rates):
-    assert SOFT.admits(load(groups_in_service=1, **rates))
-    assert not SOFT.admits(load(groups_in_service=2, **rates))
-    assert SOFT.admits(load(groups_in_service=3, groups_ready=1, **rates))
-    assert not SOFT.admits(load(groups_in_service=4, groups_ready=1, **rates))
+def test_a_soft_frontier_is_the_hard_one_until_groups_are_ready_and_wider_by_each_that_is():
+    assert SOFT.admits(load(groups_in_service=1, **SLOW_TRAINING))
+    assert not SOFT.admits(load(groups_in_service=2, **SLOW_TRAINING))
+    assert SOFT.admits(load(groups_in_service=3, groups_ready=1, **SLOW_TRAINING))
+    assert not SOFT.admits(load(groups_in_service=4, groups_ready=1, **SLOW_TRAINING))
+
+
+def test_before_rates_are_known_a_soft_frontier_is_narrow_until_a_group_is_ready():
+    assert not SOFT.admits(load(groups_in_service=2))
+    assert SOFT.admits(load(groups_in_service=9, groups_ready=1))
 
 
 def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_and_no_more():
