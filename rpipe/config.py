@@ -117,8 +117,8 @@ class Data(Section):
 
 
 class Reward(Section):
-    workers: Count = 1
-    deadline_s: Seconds = 10.0  # a function that takes longer is killed and scores 0
+    workers: Count = 1  # for the reward, filter and environment functions together
+    deadline_s: Seconds = 10.0  # a function that takes longer is killed; a reward is then 0, an environment's trajectory ends
     memory_bytes: Count = 2 << 30  # address space of one worker
     shuffle: bool = False  # a control: advantages follow rewards permuted within each group; nothing can be learned
 
@@ -126,11 +126,13 @@ class Reward(Section):
 class Rollout(Section):
     groups_per_iteration: Count = 16  # R
     trajectories_per_group: Count = 8  # K
-    max_new_tokens: Count = 256
+    max_new_tokens: Count = 256  # of a trajectory: all its turns and what the environment answers
+    environment: str = ""  # calculator | package.module:function that answers a turn, in a reward worker (docs/environments.md)
+    max_turns: Count = 1  # of a trajectory; more want environment
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
-    trajectory_deadline_s: Seconds = 600.0  # from its first tokens; then it is cut and scored as it is
+    trajectory_deadline_s: Seconds = 600.0  # of generating, from its first tokens; then it is cut and scored as it is
     filter: str = "none"  # none | zero_variance (drops groups whose rewards are all equal) | package.module:function
     over_sampling: Annotated[float, Field(ge=1)] = 1.0  # draw this times R at once; the first R kept, as submitted, train
     refill_groups: Annotated[int, Field(ge=0)] = 0  # that an iteration may draw later, in place of dropped ones
@@ -287,6 +289,12 @@ class Config(Section):
     @property
     def filter_function(self) -> str:
         return self.rollout.filter if ":" in self.rollout.filter else ""
+
+    @property
+    def environment_function(self) -> str:
+        """Where it is imported from; "" where trajectories have one turn."""
+        name = self.rollout.environment
+        return name if ":" in name or not name else f"rpipe.rollout.environments:{name}"
 
     @property
     def steps_per_iteration(self) -> int:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from rpipe.config import Config
 
 
+ENVIRONMENTS = ("calculator",)  # built in
+
+
 def problems(c: Config) -> list[str]:
     """What cannot work, each with the nearest that would."""
     found: list[str] = []
@@ -105,6 +108,15 @@ def _without_effect(c: Config) -> list[str]:
         found.append("admission.budget_tokens wants admission.policy = soft_frontier")
     if c.rollout.filter not in ("none", "zero_variance") and not c.filter_function:
         found.append(f"rollout.filter = {c.rollout.filter!r}; wanted: none, zero_variance or package.module:function")
+    environment, turns = c.rollout.environment, c.rollout.max_turns
+    if environment and ":" not in environment and environment not in ENVIRONMENTS:
+        found.append(f"rollout.environment = {environment!r}; wanted: {', '.join(ENVIRONMENTS)} or package.module:function")
+    if bool(environment) != (turns > 1):
+        found.append(
+            f"rollout.max_turns = {turns} wants rollout.environment: who answers?"
+            if turns > 1
+            else f"rollout.environment = {environment} wants rollout.max_turns of at least 2: it answers between two turns"
+        )
     for key in ("over_sampling", "refill_groups"):
         if c.rollout.filter == "none" and getattr(c.rollout, key) != type(c.rollout).model_fields[key].default:
             found.append(f"rollout.{key} = {getattr(c.rollout, key)} wants rollout.filter: without one no group is dropped")

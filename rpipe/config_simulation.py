@@ -108,6 +108,18 @@ class Speculation(Section):
     max_running: Count = 16  # beyond it decoding is plain
 
 
+class Agents(Section):
+    """Trajectories of several turns, at most rollout.max_turns; the workload's lengths are then those of one turn. All are
+    log-normal: a median, and the standard deviation of the logarithm; siblings are alike as `correlation` says."""
+
+    turns: Positive = 8.0
+    turns_sigma: NotNegative = 0.5
+    answer_tokens: Positive = 200.0  # what the environment answers to a turn
+    answer_sigma: NotNegative = 1.0
+    tool_s: NotNegative = 1.0  # how long that takes it; reward.workers run at once
+    tool_sigma: NotNegative = 1.0
+
+
 class Workload(Section):
     """For `rpipe simulate`, `plan`: how long are prompts and responses, how long does a reward take? A job ignores it."""
 
@@ -116,11 +128,12 @@ class Workload(Section):
     sigma: NotNegative = 1.0  # lognormal: standard deviation of the logarithm
     quantiles: list[tuple[Fraction, Positive]] = Field(default_factory=list)  # quantiles: [share, tokens], ascending
     correlation: Fraction = 0.3  # of siblings' lengths, as normal scores: 0 none, 1 all the same
-    path: str | None = None  # trace: lines {group, sample, output_tokens, [prompt_tokens, reward, reward_s]}; run: a run dir
+    path: str | None = None  # trace: lines of group, sample, output_tokens, ... (docs/simulator.md); run: a run dir
     prompt_tokens: Count = 128  # where the lengths do not say
     reward_mean: Fraction = 0.5  # share of rewards that are 1, where nothing says them
     reward_s: NotNegative = 0.0  # median time of the reward function; reward.workers run at once
     reward_sigma: NotNegative = 0.0  # standard deviation of its logarithm
+    agents: Agents | None = None
     speculation: Speculation | None = None
 
     @model_validator(mode="after")

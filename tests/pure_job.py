@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpipe.control.rollout import RolloutCoordinator, RolloutSettings
+from rpipe.control.rollout import RolloutCoordinator
+from rpipe.control.rollout_settings import RolloutSettings
 from rpipe.control.training import TrainingCoordinator, TrainingSettings
 from rpipe.core import events as e
 from rpipe.core.types import TrajectoryId
@@ -46,6 +47,8 @@ class PureJob:
     lose: Callable[[int], int | None] = lambda step: None  # an engine to be lost before this event
     busy_s: float = 1.0  # of one step
     length: Callable[[TrajectoryId], int] = lambda t: 5 + (7 * t.group + 3 * t.sample) % 30
+    turns: Callable[[TrajectoryId], int] = lambda t: 1  # that it takes, if nothing ends it before
+    answer_tokens: int = 3  # of the environment
     keeps: Callable[[int], bool] = lambda group: True  # the filter function, where one is set
     rollout_history: list[tuple[e.RolloutEvent, list[e.RolloutCommand]]] = field(default_factory=list)
     training_history: list[tuple[e.TrainingEvent, list[e.TrainingCommand]]] = field(default_factory=list)
@@ -147,12 +150,18 @@ class PureJob:
                 del self._loose[index]
                 turn = e.SendTurn(trajectory=c.trajectory, engine=c.engine, priority=0, version=self.rollout.version)
                 self._loose.append(self.finished(turn, "abort"))
+            case e.RunTool():
+                done = c.turn + 1 >= self.turns(c.trajectory)
+                tokens = 0 if done else self.answer_tokens
+                self._loose.append(
+                    e.ToolFinished(t=t, trajectory=c.trajectory, turn=c.turn, observation_tokens=tokens, done=done, started_t=t)
+                )
             case e.ScoreTrajectory():
                 self._loose.append(
                     e.TrajectoryScored(t=t, trajectory=c.trajectory, reward=self.reward(c.trajectory), started_t=t)
                 )
             case e.SendGroup():
-                tokens = tuple(4 + self.length(TrajectoryId(c.group, s)) for s in range(self.samples))
+                tokens = tuple(4 + record.output_tokens for record in self.rollout.groups[c.group].trajectories)
                 self._to_training.append(
                     e.GroupArrived(
                         t=t, group=c.group, order=c.order, iteration=c.iteration, version=c.version, tokens=tokens, nbytes=1

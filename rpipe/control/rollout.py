@@ -3,7 +3,9 @@
     WeightsOffered       -> UpdateEngine on each         all updated -> RequestRollout (evaluation if due, else the iteration)
     RolloutRequested     -> SendTurn for admitted groups (admission policy), engine by placement policy
     TurnStarted          -> its deadline is set; SendTurn for its siblings, which it led (control/turns.py)
-    TurnFinished         -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier; admit again
+    TurnFinished         -> RunTool where the environment may answer; else the trajectory is generated
+    ToolFinished         -> SendTurn, the next one; or the trajectory is generated
+      generated          -> ScoreTrajectory; all K generated -> ServingComplete: the group leaves the frontier; admit again
     TrajectoryScored     -> all K scored -> (FilterGroup -> GroupFiltered ->) SendGroup | DropGroup
     DropGroup            -> RequestGroups -> GroupsDrawn, while fewer than R can still be kept (control/selection.py)
     R sent               -> what is not needed any more is cut and dropped; EndRollout
@@ -20,10 +22,10 @@ and in the simulator; replaying a log's events gives the same commands.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from rpipe.control.engines import OUT_OF_SERVICE
 from rpipe.control.load import Meter
+from rpipe.control.rollout_settings import RolloutSettings
 from rpipe.control.selection import Selection
 from rpipe.control.state import GroupRecord, GroupState, TrajectoryRecord, TrajectoryState
 from rpipe.control.turns import Turns
@@ -56,16 +58,16 @@ from rpipe.core.events import (
     ServingComplete,
     StepTrained,
     StopRequested,
+    ToolFinished,
     TrajectoryScored,
     TurnFinished,
     TurnStarted,
     UpdateEngine,
     WeightsOffered,
 )
-from rpipe.core.types import GroupId, Version
-from rpipe.policy.admission import Admission, Fifo
-from rpipe.policy.advantage import Advantage, shuffled, zero_variance
-from rpipe.policy.placement import Placement
+from rpipe.core.types import GroupId, TrajectoryId, Version
+from rpipe.policy.admission import Fifo
+from rpipe.policy.advantage import shuffled, zero_variance
 
 BYTES_PER_TOKEN = 9  # of a group on the channel: id 4, mask 1, log-prob 4
 BYTES_PER_TRAJECTORY = 16
@@ -73,29 +75,6 @@ BYTES_PER_TRAJECTORY = 16
 
 class OffPolicy(AssertionError):
     """Tokens of another weight version than the rollout's reached a coordinator."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutSettings:
-    """What the coordinator takes from the config: numbers and policies."""
-
-    engines: int
-    iterations: int
-    max_new_tokens: int
-    trajectory_deadline_s: float  # from a turn's first tokens
-    queue_bytes: int  # of groups sent and not yet received; beyond it nothing new is admitted
-    admission: Admission
-    placement: Placement
-    advantage: Advantage
-    engine_restarts: int = 3  # of one engine, without a publish in between
-    slots_per_engine: int = 32  # trajectories that one engine runs at once
-    drop_zero_variance: bool = False
-    filter_function: str = ""  # named: groups are shown to it before they are sent
-    over_sampling_groups: int = 0  # drawn with the R that are wanted
-    refill_groups: int = 0  # that may be drawn later, in place of dropped ones
-    shuffle_rewards: bool = False
-    evaluate: bool = False
-    evaluate_every_iterations: int = 0  # 0: before the first and after the last only
 
 
 class RolloutCoordinator:
@@ -111,7 +90,7 @@ class RolloutCoordinator:
         self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
         # Fifo fills an engine's queue: siblings would come behind younger groups, and start one by one there in any case.
         leads = not isinstance(settings.admission, Fifo)
-        self.turns = Turns(settings.engines, settings.placement, settings.trajectory_deadline_s, self._meter, leads)
+        self.turns = Turns(settings, self._meter, leads)
         self.engines = self.turns.engines
         self._confirmed: Version = -1  # the newest that the trainer knows to be held
         self._deferred: deque[GroupRecord] = deque()  # in submission order
@@ -134,6 +113,8 @@ class RolloutCoordinator:
                 return self._turn_finished(event)
             case TurnStarted():
                 return [*self.turns.started(event, self.groups[event.trajectory.group])]
+            case ToolFinished():
+                return self._tool_finished(event)
             case TrajectoryScored():
                 return self._scored(event)
             case GroupFiltered():
@@ -185,6 +166,10 @@ class RolloutCoordinator:
         if running := self.turns.running:
             trajectory, record = next(iter(running.items()))
             return f"trajectory {trajectory} on engine {record.engine} (and {len(running) - 1} others)"
+        if in_tool := self.turns.in_tool:
+            trajectory, record = next(iter(in_tool.items()))
+            others = f" (and {len(in_tool) - 1} others)" if len(in_tool) > 1 else ""
+            return f"the environment to answer turn {record.turn} of trajectory {trajectory}{others}"
         if self.turns.interrupted or (self.groups and not self.engines.serving):
             return "an engine to be started again"
         unscored = [g.group for g in self.groups.values() if g.state is GroupState.SERVED]
@@ -198,7 +183,7 @@ class RolloutCoordinator:
 
     def _offered(self, event: WeightsOffered) -> list[RolloutCommand]:
         assert event.version > self.version, f"weights of version {event.version} offered after {self.version}"
-        assert not self.turns.running and not self.turns.interrupted, "weights offered while trajectories run"
+        assert not self.turns.busy, "weights offered while trajectories run"
         assert not self.engines.updating, "weights offered while others are on their way"
         self.version = event.version
         return [UpdateEngine(engine=engine, version=event.version) for engine in self.engines.offered()]
@@ -236,8 +221,7 @@ class RolloutCoordinator:
 
     def _requested(self, event: RolloutRequested) -> list[RolloutCommand]:
         assert event.version == self.version, f"rollout of version {event.version} on engines of version {self.version}"
-        still = self.turns.running or self.turns.interrupted or self._deferred
-        assert not still, "a rollout was requested while another one runs"
+        assert not self.turns.busy and not self._deferred, "a rollout was requested while another one runs"
         self.iteration, self.purpose = event.iteration, event.purpose
         self._sent = self._dropped = 0
         self._samples = event.trajectories_per_group
@@ -303,16 +287,28 @@ class RolloutCoordinator:
                 f" the rollout's is {self.version}"
             )
         group = self.groups[trajectory.group]
-        siblings = self.turns.finished(event, group)
+        commands = self.turns.finished(event, group)
+        if trajectory in self.turns.in_tool:
+            return [*commands, *self._admit()]
+        return [*commands, *self._generated(group, trajectory, event.t)]
+
+    def _tool_finished(self, event: ToolFinished) -> list[RolloutCommand]:
+        group = self.groups[event.trajectory.group]
+        commands = self.turns.answered(event, group, self.version)
+        if group.trajectories[event.trajectory.sample].state is not TrajectoryState.GENERATED:
+            return [*commands]
+        return self._generated(group, event.trajectory, event.t)
+
+    def _generated(self, group: GroupRecord, trajectory: TrajectoryId, t: float) -> list[RolloutCommand]:
         if group.surplus:
             return self._settle(group)
-        self._meter.responded(event.output_tokens)
+        self._meter.responded(group.trajectories[trajectory.sample].output_tokens)
         group.awaited += 1
-        commands: list[RolloutCommand] = [*siblings, ScoreTrajectory(trajectory=trajectory)]
+        commands: list[RolloutCommand] = [ScoreTrajectory(trajectory=trajectory)]
         if not group.unfinished:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]
-            self._meter.served(event.t)
+            self._meter.served(t)
             commands.append(ServingComplete(group=group.group))
         return [*commands, *self._admit()]
 

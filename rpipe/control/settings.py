@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpipe.config import Config
-from rpipe.control.rollout import RolloutSettings
+from rpipe.control.rollout_settings import RolloutSettings
 from rpipe.control.training import TrainingSettings
 from rpipe.policy.admission import Admission, Fifo, Frontier, SoftFrontier
 from rpipe.policy.advantage import ADVANTAGES
@@ -21,6 +21,7 @@ def rollout_settings(config: Config) -> RolloutSettings:
         admission=_admission(config),
         placement=LeastLoaded() if config.placement.policy == "least_loaded" else GroupAffine(),
         advantage=ADVANTAGES[config.training.loss.advantage],
+        max_turns=config.rollout.max_turns,
         engine_restarts=config.engine.restarts,
         slots_per_engine=config.engine.max_running,
         drop_zero_variance=config.rollout.filter == "zero_variance",

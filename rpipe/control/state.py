@@ -1,6 +1,8 @@
 """Where is a trajectory, where is a group, and what may follow?
 
-    trajectory   PENDING -> RUNNING -> GENERATED -> SCORED         (RUNNING <-> INTERRUPTED: its engine was lost)
+    trajectory   PENDING -> RUNNING -> GENERATED -> SCORED
+                 RUNNING -> IN_TOOL -> RUNNING | GENERATED         the environment answers a turn; or it was the last
+                 RUNNING | IN_TOOL -> INTERRUPTED -> RUNNING       its engine was lost; there was none for its next turn
     group        DEFERRED -> IN_SERVICE -> SERVED -> [HELD ->] SENT, or DROPPED
 
 SERVED is RolloutPipe's serving-complete, SENT its trainable-complete. HELD is kept by the filter and not selected yet
@@ -20,6 +22,7 @@ from rpipe.core.types import GroupId
 class TrajectoryState(Enum):
     PENDING = "pending"
     RUNNING = "running"
+    IN_TOOL = "in a tool"
     INTERRUPTED = "interrupted"
     GENERATED = "generated"
     SCORED = "scored"
@@ -36,7 +39,8 @@ class GroupState(Enum):
 
 _AFTER: dict[Enum, tuple[Enum, ...]] = {
     TrajectoryState.PENDING: (TrajectoryState.RUNNING,),
-    TrajectoryState.RUNNING: (TrajectoryState.GENERATED, TrajectoryState.INTERRUPTED),
+    TrajectoryState.RUNNING: (TrajectoryState.GENERATED, TrajectoryState.IN_TOOL, TrajectoryState.INTERRUPTED),
+    TrajectoryState.IN_TOOL: (TrajectoryState.RUNNING, TrajectoryState.GENERATED, TrajectoryState.INTERRUPTED),
     TrajectoryState.INTERRUPTED: (TrajectoryState.RUNNING,),
     TrajectoryState.GENERATED: (TrajectoryState.SCORED,),
     TrajectoryState.SCORED: (),
@@ -65,12 +69,13 @@ def move(name: str, before: S, after: S) -> S:
 @dataclass(slots=True)
 class TrajectoryRecord:
     state: TrajectoryState = TrajectoryState.PENDING
-    engine: int = -1
-    output_tokens: int = 0
+    engine: int = -1  # of its last turn; -1 once that is lost
+    turn: int = 0
+    output_tokens: int = 0  # of its response: finished turns, and what the environment answered
     reward: float = 0.0
-    prefix_tokens: int = 0  # of its response, made by engines that were lost
+    prefix_tokens: int = 0  # of this turn, made by engines that were lost
     cut: bool = False  # its deadline passed
-    remaining_s: float | None = None  # of its deadline, when its engine was lost
+    remaining_s: float | None = None  # of its deadline, when its last turn ended or its engine was lost
 
 
 @dataclass(slots=True)
@@ -82,7 +87,7 @@ class GroupRecord:
     prompt_tokens: int
     trajectories: list[TrajectoryRecord]
     state: GroupState = GroupState.DEFERRED
-    unfinished: int = field(init=False)  # trajectories still generating
+    unfinished: int = field(init=False)  # trajectories still generating, or in a tool
     unscored: int = field(init=False)
     awaited: int = 0  # answers of reward and filter functions that are still to come
     surplus: bool = False  # no longer needed: dropped once nothing of it is awaited

@@ -28,7 +28,8 @@ class Command(Struct, frozen=True, tag_field="kind", tag=True, kw_only=True):
 
 class GroupSpec(Struct, frozen=True):
     """What the coordinator needs to know of a prompt; the driver keeps its tokens under `group`. Of a group that an
-    interrupted attempt had finished, also what came of it: one number a trajectory."""
+    interrupted attempt had finished, also what came of it: one number a trajectory (`output_tokens`: of its whole response,
+    the environment's answers too)."""
 
     group: GroupId
     prompt_tokens: int
@@ -71,8 +72,8 @@ class TurnStarted(Event, frozen=True):
 
 
 class TurnFinished(Event, frozen=True):
-    """An engine answered. Times are the engine owner's, on the job's clock. `output_tokens`: of the whole response, with what
-    a lost engine had made of it."""
+    """An engine answered. Times are the engine owner's, on the job's clock. `output_tokens`: of this turn, with what a lost
+    engine had made of it."""
 
     trajectory: TrajectoryId
     engine: int
@@ -82,6 +83,18 @@ class TurnFinished(Event, frozen=True):
     started_t: float
     first_token_t: float
     version: Version
+
+
+class ToolFinished(Event, frozen=True):
+    """The environment answered a turn; `started_t`: when it was asked. `done`: there is no next turn. `error` is empty, or why
+    it gave no answer (the trajectory is then done)."""
+
+    trajectory: TrajectoryId
+    turn: int
+    observation_tokens: int
+    done: bool
+    started_t: float
+    error: str = ""
 
 
 class TrajectoryScored(Event, frozen=True):
@@ -175,14 +188,23 @@ class UpdateEngine(Command, frozen=True):
 
 
 class SendTurn(Command, frozen=True):
-    """Generate. Higher `priority` goes first in the engine's queue. With `prefix_tokens` the response goes on where a lost
-    engine left it."""
+    """Generate turn `turn`, from 0. Higher `priority` goes first in the engine's queue. `history_tokens`: earlier turns and
+    what the environment answered to them. With `prefix_tokens` the turn goes on where a lost engine left it."""
 
     trajectory: TrajectoryId
     engine: int
     priority: int
     version: Version
     prefix_tokens: int = 0
+    turn: int = 0
+    history_tokens: int = 0
+
+
+class RunTool(Command, frozen=True):
+    """Ask the environment what it answers to this turn."""
+
+    trajectory: TrajectoryId
+    turn: int
 
 
 class AbortTurn(Command, frozen=True):
@@ -433,6 +455,7 @@ RolloutEvent = (
     | EngineReady
     | TurnStarted
     | TurnFinished
+    | ToolFinished
     | TrajectoryScored
     | GroupFiltered
     | StepTrained
@@ -458,6 +481,7 @@ TrainingEvent = (
 RolloutCommand = (
     UpdateEngine
     | SendTurn
+    | RunTool
     | AbortTurn
     | ScoreTrajectory
     | FilterGroup

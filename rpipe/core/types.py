@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +45,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
-    """Response tokens [start, end) of one trajectory were sampled under `version`."""
+    """Response tokens [start, end) of one trajectory were sampled under `version`. What lies in no span was not sampled: an
+    environment's answer."""
 
     start: int
     end: int
@@ -53,14 +55,35 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished response. Token ids and log-probs are the engine's own, never re-tokenized."""
+    """A finished response: the turns and, between them, what the environment answered. Token ids and log-probs are the
+    engine's own, never re-tokenized."""
 
     id: TrajectoryId
     prompt_ids: NDArray[np.int32]  # [P]
     output_ids: NDArray[np.int32]  # [N]
-    logprobs: NDArray[np.float32]  # [N], log p(token) at the sampling temperature, no top-p renormalization
-    versions: tuple[VersionSpan, ...]
-    finish: str  # stop | length | deadline
+    logprobs: NDArray[np.float32]  # [N], log p(token) at the sampling temperature, no top-p renormalization; 0 of answers
+    versions: tuple[VersionSpan, ...]  # in order, of the sampled tokens
+    finish: str  # of the last turn: stop | length | deadline
+
+    @property
+    def sampled(self) -> NDArray[np.uint8]:
+        """[N], 1 on tokens that the model sampled."""
+        mask = np.zeros(len(self.output_ids), np.uint8)
+        for span in self.versions:
+            mask[span.start : span.end] = 1
+        return mask
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """[start, end) of turn, answer, turn, ... ; the last is a turn, empty where it was cut before its first token."""
+        edges = [0, 0]
+        for span in self.versions:
+            if span.start > edges[-1]:
+                edges += [span.start, span.start]
+            edges[-1] = span.end
+        if edges[-1] < len(self.output_ids):
+            edges += [len(self.output_ids)] * 2
+        return list(pairwise(edges))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +120,7 @@ class Sequences:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], rewards: Sequence[float], advantages: Sequence[float]) -> Sequences:
-        """Lay trajectories end to end; every response token is trained."""
+        """Lay trajectories end to end; every sampled token is trained."""
         prompts = np.array([len(t.prompt_ids) for t in trajectories], np.int32)
         outputs = np.array([len(t.output_ids) for t in trajectories], np.int32)
         blank = [np.zeros(n, np.float32) for n in prompts]
@@ -106,7 +129,7 @@ class Sequences:
             prompt_lengths=prompts,
             token_ids=np.concatenate([x for t in trajectories for x in (t.prompt_ids, t.output_ids)]).astype(np.int32),
             loss_mask=np.concatenate(
-                [x for p, n in zip(prompts, outputs) for x in (np.zeros(p, np.uint8), np.ones(n, np.uint8))]
+                [x for p, t in zip(prompts, trajectories) for x in (np.zeros(p, np.uint8), t.sampled)]
             ),
             advantages=np.array(advantages, np.float32),
             rewards=np.array(rewards, np.float32),

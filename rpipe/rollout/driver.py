@@ -8,7 +8,7 @@ performed by one method below. Payloads (tokens, log-probs) stay here, under the
     a lost engine           EngineBack                     engine.start_deadline_s, engine.restarts times
     the trainer's weights   Offer, then WeightsLoaded      limits.message_s
     a turn                  TurnDone                       rollout.trajectory_deadline_s, engine.stall_deadline_s
-    a reward                the reward pool                reward.deadline_s
+    a reward, an answer     the reward pool                reward.deadline_s
     a group's delivery      Received                       limits.message_s
 """
 
@@ -49,12 +49,14 @@ from rpipe.core.events import (
     RolloutCommand,
     RolloutEvent,
     RolloutRequested,
+    RunTool,
     ScoreTrajectory,
     SendGroup,
     SendTurn,
     ServingComplete,
     StepTrained,
     StopRequested,
+    ToolFinished,
     TrajectoryScored,
     TurnFinished,
     UpdateEngine,
@@ -161,6 +163,8 @@ class RolloutDriver:
             functions = dict(self._data.reward_functions)
             if self.config.filter_function:
                 functions[self.config.filter_function] = "rollout.filter"
+            if self.config.environment_function:
+                functions[self.config.environment_function] = "rollout.environment"
             await self._rewards.start(functions)  # a mistyped name ends the job before an engine starts
             owner.start()
             while not self.coordinator.done:
@@ -333,12 +337,13 @@ class RolloutDriver:
         self._held[trajectory.group].take(trajectory.sample, part)
 
     def _store(self, done: TurnDone) -> TurnFinished:
-        """The response is complete: its event, with the tokens that lost engines had made."""
+        """The turn is complete: its event, with the tokens that lost engines had made."""
         event, held = done.event, self._held[done.event.trajectory.group]
         self._take(event.trajectory, Part(*_arrays(done), done.versions))
         held.engines[event.trajectory.sample] = event.engine
         whole = held.join(event.trajectory, "deadline" if event.finish == "abort" else event.finish)
-        return msgspec.structs.replace(event, output_tokens=len(whole.output_ids))
+        start, end = whole.pieces[-1]
+        return msgspec.structs.replace(event, output_tokens=end - start)
 
     # ---- commands out
 
@@ -348,6 +353,8 @@ class RolloutDriver:
                 self._send_turn(command)
             case AbortTurn():
                 self._to_engine(command.engine, CancelTurn(command.trajectory))
+            case RunTool():
+                self._begin(self._answer(command))
             case ScoreTrajectory():
                 self._begin(self._score(command.trajectory))
             case FilterGroup():
@@ -422,17 +429,37 @@ class RolloutDriver:
                 command=command,
                 token_ids=held.tokens_so_far(command.trajectory.sample).tobytes(),
                 temperature=self.config.rollout.temperature if training else self.config.evaluation.temperature,
-                max_new_tokens=self.config.rollout.max_new_tokens - command.prefix_tokens,
+                max_new_tokens=self.config.rollout.max_new_tokens - command.history_tokens - command.prefix_tokens,
             ),
+        )
+
+    async def _answer(self, command: RunTool) -> None:
+        held, sample = self._held[command.trajectory.group], command.trajectory.sample
+        started_t = self._world.clock()
+        texts = held.read(sample, self._data.decode)
+        said = await self._rewards.answer(self.config.environment_function, held.prompt, texts)
+        ids = self._data.encode(said.text) if said.text else []
+        if ids:
+            held.answered(sample, ids)
+        self._inbox.append(
+            ToolFinished(
+                t=self._world.clock(),
+                trajectory=command.trajectory,
+                turn=command.turn,
+                observation_tokens=len(ids),
+                done=not ids,
+                started_t=started_t,
+                error=said.error,
+            )
         )
 
     async def _score(self, trajectory: TrajectoryId) -> None:
         held = self._held[trajectory.group]
         response = held.trajectories[trajectory.sample]
         assert response is not None
-        text = held.texts[trajectory.sample] = self._data.decode(response.output_ids.tolist())
+        texts = held.read(trajectory.sample, self._data.decode)
         started_t = self._world.clock()
-        score = await self._rewards.score(held.prompt, text, len(response.output_ids))
+        score = await self._rewards.score(held.prompt, texts[-1], len(response.output_ids), texts)
         held.rewards[trajectory.sample], held.errors[trajectory.sample] = score.reward, score.error
         held.scored += 1
         if held.scored == len(held.trajectories) and trajectory.group >= 0:
@@ -446,7 +473,8 @@ class RolloutDriver:
     async def _filter(self, group: GroupId) -> None:
         held = self._held[group]
         started_t = self._world.clock()
-        answer = await self._rewards.keeps(self.config.filter_function, held.prompt, held.texts, held.rewards)
+        responses = [texts[-1] for texts in held.texts]
+        answer = await self._rewards.keeps(self.config.filter_function, held.prompt, responses, held.rewards)
         if answer.error:
             self._watch.say(f"group {group}: {answer.error}; it is kept")
         keep = bool(answer.error) or answer.reward != 0

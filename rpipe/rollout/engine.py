@@ -42,7 +42,7 @@ class TurnRequest:
     token_ids: Sequence[int]
     sampling: Sampling
     priority: int = 0  # higher goes first
-    prefix_tokens: int = 0  # of `token_ids`, at its end: the response so far, made by an engine that was lost
+    prefix_tokens: int = 0  # of `token_ids`, at its end: this turn so far, made by an engine that was lost
 
 
 @dataclass(frozen=True, slots=True)

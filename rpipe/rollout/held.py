@@ -19,19 +19,21 @@ from rpipe.runtime.dump import TrajectoryDump
 
 @dataclass(frozen=True, slots=True)
 class RolloutData:
-    """Prompts in their order, and the way back from ids to text."""
+    """Prompts in their order, and the way between ids and text."""
 
     train: PromptSet
     held_out: list[Prompt]
     order: Order
     reward_functions: dict[str, str]  # name -> where it was asked for
     decode: Callable[[list[int]], str]
+    encode: Callable[[str], list[int]]  # of what an environment answers
     notes: list[str]  # what a person should know of the prompts
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Consecutive tokens of one response, from one engine. `spans`: (start, end, version), counted within the part."""
+    """Consecutive tokens of one response, from one engine or from the environment. `spans`: (start, end, version), counted
+    within the part; none where the environment spoke."""
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
@@ -45,29 +47,37 @@ class HeldGroup:
         self.prompt = prompt
         self.trajectories: list[Trajectory | None] = [None] * count
         self.engines = [-1] * count
-        self.texts = [""] * count
+        self.texts: list[list[str]] = [[] for _ in range(count)]  # turn, answer, turn, ...; see `read`
         self.errors = [""] * count
         self.rewards = [0.0] * count
         self.scored = 0  # trajectories
         self.restored = False  # an interrupted attempt had finished it
-        self._parts: list[list[Part]] = [[] for _ in range(count)]  # more than one where an engine was lost
+        # More than one where an engine was lost or the environment spoke.
+        self._parts: list[list[Part]] = [[] for _ in range(count)]
+        self._answers: dict[int, Part] = {}  # by sample; part of the response once there is a next turn
 
     def take(self, sample: int, part: Part) -> None:
         """More of a response."""
         self._parts[sample].append(part)
 
+    def answered(self, sample: int, ids: list[int]) -> None:
+        """By the environment."""
+        self._answers[sample] = Part(np.array(ids, np.int32), np.zeros(len(ids), np.float32), ())
+
     def tokens_so_far(self, sample: int) -> NDArray[np.int32]:
-        """The prompt, then what there is of the response."""
+        """For the next request: the prompt, then what there is of the response."""
+        if sample in self._answers:
+            self._parts[sample].append(self._answers.pop(sample))
         return np.concatenate([np.array(self.prompt.token_ids, np.int32), *(p.ids for p in self._parts[sample])])
 
     def join(self, trajectory: TrajectoryId, finish: str) -> Trajectory:
-        """The response is complete."""
+        """A turn is complete, and with it the response, if it was the last."""
         parts = self._parts[trajectory.sample]
         spans: list[VersionSpan] = []
         at = 0
         for part in parts:
             for start, end, version in part.spans:
-                if spans and spans[-1].version == version:
+                if spans and spans[-1].version == version and spans[-1].end == at + start:
                     spans[-1] = VersionSpan(spans[-1].start, at + end, version)
                 else:
                     spans.append(VersionSpan(at + start, at + end, version))
@@ -87,12 +97,21 @@ class HeldGroup:
         """As an interrupted attempt left it, all trajectories scored."""
         held = cls(prompt, len(kept.trajectories))
         held.trajectories = [kept.trajectory(sample) for sample in range(len(kept.trajectories))]
-        held.texts = [decode(t.output_ids.tolist()) for t in held.finished()]
+        for sample in range(len(kept.trajectories)):
+            held.read(sample, decode)
         held.engines = [t.engine for t in kept.trajectories]
         held.errors = [t.error for t in kept.trajectories]
         held.rewards = [t.reward for t in kept.trajectories]
         held.scored, held.restored = len(kept.trajectories), True
         return held
+
+    def read(self, sample: int, decode: Callable[[list[int]], str]) -> list[str]:
+        """Its texts, to the last complete turn."""
+        trajectory, texts = self.trajectories[sample], self.texts[sample]
+        assert trajectory is not None
+        ids = trajectory.output_ids
+        texts += [decode(ids[start:end].tolist()) for start, end in trajectory.pieces[len(texts) :]]
+        return texts
 
     def spec(self, group: GroupId) -> GroupSpec:
         """What the coordinator needs to know of it."""
@@ -141,7 +160,7 @@ class HeldGroup:
                 index=sample,
                 prompt_id=self.prompt.prompt_id,
                 prompt_text=self.prompt.text,
-                response_text=self.texts[sample],
+                response_text="".join(self.texts[sample]),
                 prompt_ids=trajectory.prompt_ids,
                 output_ids=trajectory.output_ids,
                 logprobs=trajectory.logprobs,

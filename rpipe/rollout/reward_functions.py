@@ -99,6 +99,6 @@ def load(name: str) -> Function:
         raise ValueError(f"cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from None
     if not callable(found):
         raise ValueError(
-            f"is a {type(found).__name__}; wanted: a function (prompt_text, response_text, answer, metadata) -> float"
+            f"is a {type(found).__name__}; wanted: a function"
         )
     return found  # type: ignore[no-any-return]

@@ -28,12 +28,14 @@ class RewardError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """`error` is empty, or why there is no score (`reward` is then 0). Times are time.monotonic() of this machine."""
+    """`error` is empty, or why there is no score (`reward` is then 0). Times are time.monotonic() of this machine. `text`: what
+    an environment answered, None where it has no more to say."""
 
     reward: float
     started_s: float
     ended_s: float
     error: str = ""
+    text: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -150,13 +152,13 @@ class Worker(asyncio.SubprocessProtocol):
             if not self.hello.done():
                 self.hello.set_result(message)
         else:
-            number, reward, started, ended, error, last = message
+            number, reward, started, ended, error, last, text = message
             if number != self.calls[0].number:
                 raise ValueError("out of order")
             call = self.calls.popleft()
             self._first_since = time.monotonic()
             if not call.reply.done():
-                call.reply.set_result(Score(float(reward), started, ended, error))
+                call.reply.set_result(Score(float(reward), started, ended, error, text))
             if last:
                 self._give_up()
 

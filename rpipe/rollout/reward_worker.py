@@ -17,7 +17,7 @@ import random
 import resource
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from rpipe.rollout import reward_functions
@@ -50,7 +50,7 @@ def _serve(requests: BinaryIO, replies: Any, isolation: str) -> None:
     if hello is None:
         return
     _limit(hello["memory_bytes"])
-    functions: dict[str, reward_functions.Function] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     problems = {}
     for name in hello["functions"]:
         try:
@@ -59,31 +59,36 @@ def _serve(requests: BinaryIO, replies: Any, isolation: str) -> None:
             problems[name] = _line(str(refused))
     _send(replies, {"isolation": isolation, "problems": problems})
     for line in requests:
-        call, name, prompt, response, answer, metadata = json.loads(line)
+        call, name, arguments, wants_text = json.loads(line)
         started = time.monotonic()
-        reward, error, last = _score(functions, name, (prompt, response, answer, metadata), hello["seed"])
-        _send(replies, [call, reward, started, time.monotonic(), error, last])
+        value, error, last = _call(functions, name, arguments, hello["seed"], wants_text)
+        reward, text = (0.0, value) if wants_text else (value, None)
+        _send(replies, [call, reward or 0.0, started, time.monotonic(), error, last, text])
         if last:
             return
 
 
-def _score(
-    functions: dict[str, reward_functions.Function], name: str, arguments: tuple[str, str, str, Mapping[str, Any]], seed: int
-) -> tuple[float, str, bool]:
-    """(reward, error, whether this worker must go). A reward that is no finite number is an error."""
+def _call(
+    functions: dict[str, Callable[..., Any]], name: str, arguments: list[Any], seed: int, wants_text: bool
+) -> tuple[float | str | None, str, bool]:
+    """(value, error, whether this worker must go). A reward that is no finite number is an error, an answer that is no text."""
     try:
         if name not in functions:
             functions[name] = reward_functions.load(name)
         if name not in reward_functions.CHEAP:
             random.seed(f"{seed} {arguments[0]}{arguments[1]}")  # the same score whichever worker, whatever came before
         value = functions[name](*arguments)
-        reward = float(value)
+        reward = 0.0 if wants_text else float(value)
     except MemoryError:
-        return 0.0, f"reward {name}: MemoryError: over reward.memory_bytes", True
+        return None, f"reward {name}: MemoryError: over reward.memory_bytes", True
     except BaseException as error:  # SystemExit and KeyboardInterrupt are a function's fault too
-        return 0.0, _line(f"reward {name}: {type(error).__name__}: {error}"), False
+        return None, _line(f"reward {name}: {type(error).__name__}: {error}"), False
+    if wants_text:
+        if value is None or (isinstance(value, str) and value):
+            return value, "", False
+        return None, _line(f"reward {name} returned {value!r}; wanted: a text, or None where the trajectory is done"), False
     if not abs(reward) < _LARGEST:  # NaN, too
-        return 0.0, f"reward {name} returned {reward}; wanted: a finite number", False
+        return None, f"reward {name} returned {reward}; wanted: a finite number", False
     return reward, "", False
 
 

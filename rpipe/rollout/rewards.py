@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -72,28 +72,37 @@ class RewardPool:
             await self.close()
             raise failed
 
-    async def score(self, prompt: Prompt, response_text: str, response_tokens: int) -> Score:
-        """Score one response by its prompt's function. Raises RewardError only where no worker can be had any more."""
-        fields: list[Any] = [prompt.reward, "", response_text, prompt.answer, {}]
-        if prompt.reward not in CHEAP:
-            fields[1] = prompt.text
-            fields[4] = {**prompt.metadata, "prompt_id": prompt.prompt_id, "response_tokens": response_tokens}
-        return await self._ask(fields)
+    async def score(self, prompt: Prompt, response_text: str, response_tokens: int, texts: Sequence[str] = ()) -> Score:
+        """Score one response, of several turns the last, by its prompt's function; `texts` (turn, answer, turn, ...) is in its
+        metadata's `turns`. Raises RewardError only where no worker can be had any more."""
+        if prompt.reward in CHEAP:
+            return await self._ask(prompt.reward, "", response_text, prompt.answer, {})
+        metadata = {**prompt.metadata, "prompt_id": prompt.prompt_id, "response_tokens": response_tokens}
+        if len(texts) > 1:
+            metadata["turns"] = texts
+        return await self._ask(prompt.reward, prompt.text, response_text, prompt.answer, metadata)
 
     async def keeps(self, name: str, prompt: Prompt, responses: list[str], rewards: list[float]) -> Score:
         """Ask a filter function `(prompt_text, responses, rewards, metadata) -> bool`; its answer is 0 or 1."""
         metadata = {**prompt.metadata, "prompt_id": prompt.prompt_id, "answer": prompt.answer}
-        answer = await self._ask([name, prompt.text, responses, rewards, metadata])
+        answer = await self._ask(name, prompt.text, responses, rewards, metadata)
         return replace(answer, error=answer.error.replace("reward ", "filter ", 1))
 
-    async def _ask(self, fields: list[Any]) -> Score:
+    async def answer(self, name: str, prompt: Prompt, texts: list[str]) -> Score:
+        """Ask an environment `(prompt_text, texts, metadata) -> str | None`; its answer is the Score's `text`."""
+        metadata = {**prompt.metadata, "prompt_id": prompt.prompt_id, "answer": prompt.answer}
+        answer = await self._ask(name, prompt.text, texts, metadata, text=True)
+        return replace(answer, error=answer.error.replace("reward ", "environment ", 1))
+
+    async def _ask(self, name: str, *arguments: Any, text: bool = False) -> Score:
+        """`text`: of the function a text is wanted, not a number."""
         if self._failure:
             raise self._failure
         self._sent += 1
         if os.fstat(self._log.fileno()).st_size > MOST_PRINTED_BYTES:  # a full file would fail what prints into it
             os.ftruncate(self._log.fileno(), 0)
-        line = json.dumps([self._sent, *fields], default=str).encode() + b"\n"
-        call = Call(self._sent, fields[0], line, asyncio.get_running_loop().create_future())
+        line = json.dumps([self._sent, name, arguments, text], default=str).encode() + b"\n"
+        call = Call(self._sent, name, line, asyncio.get_running_loop().create_future())
         self._queue.append(call)
         self._dispatch_soon()
         return await call.reply

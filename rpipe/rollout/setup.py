@@ -137,6 +137,7 @@ def load(config: Config, run_dir: RunDir) -> RolloutData:
         held_out=list(held_out or ())[: config.evaluation.prompts],
         order=Order(len(train), config.run.seed, config.data.shuffle),
         reward_functions={**(held_out.rewards if held_out else {}), **train.rewards},
+        encode=lambda text: [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]],
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         notes=notes,
     )

@@ -24,6 +24,7 @@ from rpipe.core.events import (
     RestartEngine,
     RolloutRequested,
     SendGroup,
+    ToolFinished,
     TrajectoryScored,
     TurnFinished,
     WeightsOffered,
@@ -49,6 +50,7 @@ class Tally:
     trajectories: int = 0
     sent: int = 0
     failed_rewards: int = 0
+    failed_tools: int = 0
     steps: list[StepReport] = field(default_factory=list)
 
     def restored(self, specs: tuple[GroupSpec, ...]) -> None:
@@ -74,6 +76,11 @@ class Watch:
             case TurnFinished():
                 tally.lengths.append(what.output_tokens)
                 tally.truncated += what.finish != "stop"
+            case ToolFinished():
+                if what.error:
+                    tally.failed_tools += 1
+                    if tally.failed_tools <= 3:
+                        self._progress.line(f"trajectory {what.trajectory}: {what.error}; it ends there")
             case TrajectoryScored():
                 tally.scored += 1
                 if what.error:

@@ -56,7 +56,8 @@ LOOK_S = 0.2  # between looks at the engine
 class Response:
     """What came of one turn so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[tuple[int, int, int]] = []  # (start, end, version)
@@ -104,8 +105,8 @@ class EngineOwner:
                 self._life, self._up = message.life, False
                 self._begin(self._restart(message.version, self._abandon()))
             case CancelTurn():
-                if self._up:
-                    self._begin(self.engine.abort(str(message.trajectory)))
+                if self._up and (response := self._turns.get(message.trajectory)) is not None:
+                    self._begin(self.engine.abort(response.request_id))
             case StartTurn() | LoadWeights() | Join() | Condemn():
                 if self._up and message.life == self._life:
                     self._handle(message)
@@ -279,7 +280,7 @@ class EngineOwner:
     async def _turn(self, message: StartTurn) -> None:
         trajectory, rollout = message.command.trajectory, self._config.rollout
         request = TurnRequest(
-            request_id=str(trajectory),
+            request_id=f"{trajectory}:{message.command.turn}" if message.command.turn else str(trajectory),
             token_ids=np.frombuffer(message.token_ids, np.int32).tolist(),
             sampling=Sampling(
                 max_new_tokens=message.max_new_tokens,
@@ -292,7 +293,7 @@ class EngineOwner:
         )
         if not self._turns:
             self._sign_t = self._clock()
-        response = self._turns[trajectory] = Response()
+        response = self._turns[trajectory] = Response(request.request_id)
         began, first, finish, cached = self._clock(), 0.0, "", 0
         async for chunk in self.engine.generate(request):
             self._sign_t = self._clock()

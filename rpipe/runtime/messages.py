@@ -72,7 +72,7 @@ class Join(Message, frozen=True):
 class StartTurn(Message, frozen=True):
     life: int
     command: SendTurn
-    token_ids: bytes  # int32; the prompt, then what a lost engine had made of the response
+    token_ids: bytes  # int32; the prompt, then what there is of the response
     temperature: float
     max_new_tokens: int
 

@@ -37,13 +37,13 @@ class Work:
         return sum(sum(g.output_tokens) for g in self.groups)
 
     def mean_context(self) -> float:
-        """Tokens of context behind a generated token, on average."""
+        """Tokens of context behind a generated token, on average; what an environment answered is left out."""
         whole = sum(n * g.prompt_tokens + n * (n + 1) / 2 for g in self.groups for n in g.output_tokens)
         return whole / self.tokens
 
     def lengths(self) -> list[list[int]]:
-        """Of each group's trajectories, prompt included."""
-        return [[g.prompt_tokens + n for n in g.output_tokens] for g in self.groups]
+        """Of each group's trajectories, prompt and answers included."""
+        return [[g.prompt_tokens + n for n in g.response_tokens] for g in self.groups]
 
     def trained(self) -> list[list[int]]:
         return [lengths for lengths, kept in zip(self.lengths(), self.kept) if kept]

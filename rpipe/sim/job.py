@@ -140,6 +140,8 @@ class RolloutSide:
         match command:
             case e.SendTurn():
                 self._send_turn(command)
+            case e.RunTool():
+                self._run_tool(command)
             case e.ScoreTrajectory():
                 self._score(command.trajectory)
             case e.SendGroup():
@@ -206,13 +208,15 @@ class RolloutSide:
 
     def _send_turn(self, command: e.SendTurn) -> None:
         work, trajectory = self.work[command.trajectory.group], command.trajectory
+        limit_tokens = self.job.config.rollout.max_new_tokens
+        wants_tokens = command.history_tokens + work.turns[trajectory.sample][command.turn].output_tokens
         request = Request(
             trajectory=trajectory,
             prompt_tokens=work.prompt_tokens,
-            output_tokens=work.output_tokens[trajectory.sample],
-            limit_tokens=self.job.config.rollout.max_new_tokens,
+            output_tokens=min(wants_tokens, limit_tokens),
+            limit_tokens=limit_tokens,
             priority=command.priority,
-            generated=float(command.prefix_tokens),
+            generated=float(command.history_tokens + command.prefix_tokens),
             first=lambda r: self._first(r.trajectory),
             finish=lambda r, why: self._finish(r.trajectory, why),
         )
@@ -259,7 +263,7 @@ class RolloutSide:
                     t=self.kernel.now,
                     trajectory=trajectory,
                     engine=turn.command.engine,
-                    output_tokens=int(turn.request.generated),
+                    output_tokens=int(turn.request.generated) - turn.command.history_tokens,
                     cached_tokens=turn.request.cached_tokens,
                     finish=why,  # type: ignore[arg-type]
                     started_t=turn.sent_t,
@@ -277,7 +281,7 @@ class RolloutSide:
         prefixes = []
         for turn in lost:
             del self._turns[turn.command.trajectory]
-            made = int(turn.request.generated) - turn.command.prefix_tokens
+            made = int(turn.request.generated) - turn.command.history_tokens - turn.command.prefix_tokens
             prefixes.append(e.Prefix(turn.command.trajectory, max(made, 0)))
         self.on(e.EngineLost(t=self.kernel.now, engine=index, reason="hardware.lost_engines", prefixes=tuple(prefixes)))
 
@@ -303,18 +307,41 @@ class RolloutSide:
 
     # ---- rewards and groups
 
+    def _run_tool(self, command: e.RunTool) -> None:
+        """The workload's turns are what they are: after the last one the environment has nothing to say."""
+        started_t, trajectory = self.kernel.now, command.trajectory
+        turns = self.work[trajectory.group].turns[trajectory.sample]
+        done = command.turn + 1 >= len(turns)
+
+        def answer() -> None:
+            tokens = 0 if done else turns[command.turn].answer_tokens
+            event = e.ToolFinished(
+                t=self.kernel.now,
+                trajectory=trajectory,
+                turn=command.turn,
+                observation_tokens=tokens,
+                done=done,
+                started_t=started_t,
+            )
+            self.on(event)
+
+        self._call_function(turns[command.turn].tool_s, answer)
+
     def _score(self, trajectory: TrajectoryId) -> None:
         started_t, work = self.kernel.now, self.work[trajectory.group]
-        seconds = work.reward_s[trajectory.sample]
-        ends_t = started_t
-        if seconds:
-            ends_t = max(heapq.heappop(self._reward_free_t), started_t) + seconds
-            heapq.heappush(self._reward_free_t, ends_t)
         reward = work.rewards[trajectory.sample]
-        self.kernel.at(
-            ends_t + self.job.hardware.reward_s,
+        self._call_function(
+            work.reward_s[trajectory.sample],
             lambda: self.on(e.TrajectoryScored(t=self.kernel.now, trajectory=trajectory, reward=reward, started_t=started_t)),
         )
+
+    def _call_function(self, seconds: float, then: Callable[[], None]) -> None:
+        """In one of reward.workers processes, first come, first served."""
+        ends_t = self.kernel.now
+        if seconds:
+            ends_t = max(heapq.heappop(self._reward_free_t), ends_t) + seconds
+            heapq.heappush(self._reward_free_t, ends_t)
+        self.kernel.at(ends_t + self.job.hardware.reward_s, then)
 
     def _send_group(self, command: e.SendGroup) -> None:
         record = self.coordinator.groups[command.group]
@@ -336,7 +363,10 @@ class RolloutSide:
             )
             self.job.to_rollout(lambda: self.on(e.GroupReceived(t=self.kernel.now, group=command.group)))
 
-        training.tokens[command.group] = (tokens, record.prompt_tokens)
+        trained = 0
+        for t, turns in zip(record.trajectories, self.work[command.group].turns):
+            trained += t.output_tokens - sum(turn.answer_tokens for turn in turns[: t.turn])
+        training.tokens[command.group] = (tokens, trained)
         self.job.to_training(arrived, hardware.group_s + nbytes / hardware.channel_bytes_per_s)
 
 
@@ -354,7 +384,7 @@ class TrainingSide:
         one = cores * ranks / config.replicas
         self.rank = CoordinatorRank(self.kernel, job.host, one)
         self.others = [Replica(self.kernel, job.host, one) for _ in range(1, config.replicas)]
-        self.tokens: dict[GroupId, tuple[tuple[int, ...], int]] = {}  # of a group's trajectories, and of its prompt
+        self.tokens: dict[GroupId, tuple[tuple[int, ...], int]] = {}  # of a group's trajectories; and those to train
         self._publish_s = publish_s(config)
         self._publishing_t = 0.0
         self._busy_s = 0.0  # of the step's micro-batches, over all replicas
@@ -432,8 +462,7 @@ class TrainingSide:
     def _step_done(self, command: e.FinishStep, began: float) -> None:
         trained = 0
         for group in command.groups:
-            tokens, prompt = self.tokens.pop(group)
-            trained += sum(tokens) - prompt * len(tokens)
+            trained += self.tokens.pop(group)[1]
         trained_by = e.StepTrained(
             t=self.kernel.now,
             iteration=command.iteration,

@@ -21,7 +21,7 @@ class SeenTurn:
     first_t: float
     end_t: float
     output_tokens: int
-    fresh_tokens: int  # of the prompt, not cached
+    fresh_tokens: int  # of the prompt and earlier turns, not cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class _Reader:
     def __init__(self) -> None:
         self.seen = Seen()
         self.prompt_tokens: dict[int, int] = {}
+        self.history_tokens: dict[tuple[int, ...], int] = {}  # of a trajectory's turn, before it
         self.tokens: dict[int, list[int]] = {}  # of a group's trajectories
         self.batches: dict[int, dict[str, Any]] = {}
         self.sent_t: dict[int, float] = {}
@@ -83,8 +84,10 @@ class _Reader:
                 self.prompt_tokens.update({spec["group"]: spec["prompt_tokens"] for spec in r["groups"]})
                 if r["version"] in self.confirm_t:
                     self.seen.draw_s.append(r["t"] - self.confirm_t[r["version"]])
+            case "SendTurn":
+                self.history_tokens[tuple(r["trajectory"])] = r.get("history_tokens", 0)
             case "TurnFinished" if r["first_token_t"]:
-                prompt = self.prompt_tokens.get(r["trajectory"][0], 0)
+                prompt = self.prompt_tokens.get(r["trajectory"][0], 0) + self.history_tokens.get(tuple(r["trajectory"]), 0)
                 fresh = max(prompt - r["cached_tokens"], 1)
                 turn = SeenTurn(r["engine"], r["started_t"], r["first_token_t"], r["t"], r["output_tokens"], fresh)
                 self.seen.turns.append(turn)

@@ -30,7 +30,8 @@ from typing import Any
 
 import yaml
 
-from rpipe.control.rollout import RolloutCoordinator, RolloutSettings
+from rpipe.control.rollout import RolloutCoordinator
+from rpipe.control.rollout_settings import RolloutSettings
 from rpipe.control.training import TrainingCoordinator, TrainingSettings
 from rpipe.core import events as e
 from rpipe.core.eventlog import records

@@ -51,6 +51,18 @@ def random_after_a_while(prompt: str, response: str, answer: str, metadata: dict
     return float(random.Random(prompt + response).random() < 0.5)
 
 
+def answers_once(prompt: str, texts: list[str], metadata: dict[str, Any]) -> str | None:
+    """An environment."""
+    return " so? " if len(texts) == 1 else None
+
+
+def fails_sometimes(prompt: str, texts: list[str], metadata: dict[str, Any]) -> str | None:
+    """An environment that asks for more, and raises one time in six."""
+    if random.Random(prompt + "".join(texts)).random() < 1 / 6:
+        raise ValueError("no luck")
+    return "more!"
+
+
 def train(run_dir: Path, tree: dict[str, Any], *overrides: str, timeout_s: float = 240.0, code: int = 0) -> str:
     """Run the job in `run_dir`; returns what it printed."""
     run_dir.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ A change of a policy that is meant to change decisions records them anew: `pytho
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,24 @@ from rpipe import config
 from rpipe.control.rollout import RolloutCoordinator
 from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
-from rpipe.core.eventlog import steps
+from rpipe.core.eventlog import records, steps
 
 GOLDEN = Path(__file__).parent / "golden"
 RUNS = sorted(p.name for p in GOLDEN.iterdir() if p.is_dir())
 
 
-def test_there_is_a_recording_of_each_mode():
-    assert RUNS == ["exact", "fifo", "serial"]
+def test_there_is_a_recording_of_each_mode_and_one_with_tools():
+    assert RUNS == ["exact", "fifo", "serial", "tools"]
+    assert {"RunTool", "ToolFinished"} <= {r["kind"] for r in records(GOLDEN / "tools" / "rank00000.jsonl")}
+
+
+def test_a_log_from_before_there_were_turns_is_read_and_replayed(tmp_path):
+    old = [dict(r) for r in records(GOLDEN / "fifo" / "rank00000.jsonl")]
+    for record in old:
+        if record["kind"] == "SendTurn":
+            assert (record.pop("turn"), record.pop("history_tokens")) == (0, 0)
+    (tmp_path / "rank00000.jsonl").write_text("".join(json.dumps(record) + "\n" for record in old))
+    assert list(steps(tmp_path / "rank00000.jsonl")) == list(steps(GOLDEN / "fifo" / "rank00000.jsonl"))
 
 
 @pytest.mark.parametrize("name", RUNS)

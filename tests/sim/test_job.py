@@ -19,6 +19,8 @@ from rpipe.sim.run import Memory, simulate
 from tests.sim.simulated import WORKLOAD, config, logs
 
 ROOT = Path(__file__).resolve().parents[2]
+AGENTS = {"environment": "somebody.s:environment", "max_turns": 4, "max_new_tokens": 400}
+TOOLS = {"turns": 3, "turns_sigma": 0.5, "answer_tokens": 20, "tool_s": 0.05, "tool_sigma": 1.0}
 MODES = [
     ("serial", {"pipeline": {"mode": "serial"}, "admission": {"policy": "fifo"}}),
     ("exact", {"pipeline": {"mode": "exact"}}),
@@ -26,6 +28,16 @@ MODES = [
     ("filtered, evaluated", {"rollout": {"filter": "zero_variance"}, "evaluation": {"every_iterations": 1}}),
     ("cut by deadlines", {"rollout": {"trajectory_deadline_s": 0.2}}),
     ("short of KV cache", {"engine": {"kv_tokens": 300}, "workload": {"median_tokens": 95, "sigma": 0.2}}),
+    ("agents", {"rollout": AGENTS, "reward": {"workers": 3}, "workload": {"agents": TOOLS}}),
+    (
+        "agents, engines lost",
+        {
+            "rollout": AGENTS | {"trajectory_deadline_s": 1.0},
+            "workload": {"agents": TOOLS},
+            "hardware": {"lost_engines": {0: 0.4, 1: 0.9}, "engine_start_s": 0.7},
+            "evaluation": {"every_iterations": 1},
+        },
+    ),
     ("engines lost", {"hardware": {"lost_engines": {0: 0.4, 1: 0.9}, "engine_start_s": 0.7}}),
 ]
 
