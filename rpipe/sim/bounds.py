@@ -18,6 +18,7 @@ import math
 from dataclasses import dataclass
 
 from rpipe.config import Config
+from rpipe.policy.batching import FILL
 from rpipe.sim.costs import EngineCosts, TrainerCosts, engine_costs, hardware_of, publish_s, trainer_costs
 from rpipe.sim.layouts import Engines, Plan, Trainer, with_plan
 from rpipe.sim.plan_space import Space
@@ -93,7 +94,8 @@ class Bounds:
             lengths = [n for group in groups for n in group]
             linear_s = costs.micro_batch_s(lengths) - costs.micro_batch_s([])
             fixed_s = steps * costs.micro_batch_s([])
-            self._training[trainer] = (linear_s / trainer.replicas + fixed_s + steps * costs.step_s(), costs.step_s())
+            at_best_s = linear_s / trainer.replicas / costs.pp + fixed_s  # of a pipeline without a bubble
+            self._training[trainer] = (at_best_s + steps * costs.step_s(), costs.step_s())
         return self._training[trainer]
 
     def _engine(self, engines: Engines) -> EngineCosts:
@@ -157,9 +159,12 @@ def estimated_s(config: Config, trainer: Trainer, costs: TrainerCosts, arrivals:
             while at < end and queue[at][0] <= free_t:
                 taken += queue[at][2]
                 at += 1
-            rounds = math.ceil(sum(taken) / budget)
-            linear_s = (costs.micro_batch_s(taken) - fixed_s) / trainer.replicas
-            longest_s = costs.micro_batch_s([max(taken)])
-            free_t += max(linear_s + rounds * fixed_s, longest_s)
+            each = math.ceil(sum(taken) / budget)  # micro-batches of a replica
+            if costs.pp > 1:
+                each = max(each, min(FILL * costs.pp, math.ceil(len(taken) / trainer.replicas)))
+            calls = math.ceil(each / (FILL * costs.pp)) if costs.pp > 1 else each
+            together_s = (costs.micro_batch_s(taken) - fixed_s) / trainer.replicas + each * fixed_s
+            ends_s = calls * (costs.pp - 1) * together_s / each
+            free_t += max((together_s + ends_s) / costs.pp, costs.micro_batch_s([max(taken)]))
         free_t += step_s
     return free_t

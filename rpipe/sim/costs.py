@@ -6,8 +6,10 @@ Measured figures go before data sheets. By data sheet:
                   + batch x overhead
     prefill       max(weights read / bandwidth, 2 x parameters x tokens / FLOPs) + collectives
     micro-batch   overhead + (6 x parameters x tokens + 6 x layers x hidden x sum of squared lengths) / FLOPs + collectives,
-                  over the tp x cp x ep ranks of each of pp stages; (pp - 1) of pp stages idle in a micro-batch alone;
-                  a third more where activations are recomputed
+                  over the tp x cp x ep ranks of each of pp stages, and to the next stage and back; a third more where
+                  activations are recomputed
+    call          what a replica runs in one go: of m micro-batches through pp stages, (sum + (pp - 1) x the longest) / pp.
+                  Equal ones take m + pp - 1 turns of a stage, so that (pp - 1) / (m + pp - 1) of the time is bubble
     step          overhead + gradients reduced between replicas (ring) + optimizer state through memory
 
 A tensor-parallel layer is two collectives forward, and two more backward.
@@ -16,7 +18,9 @@ A tensor-parallel layer is two collectives forward, and two more backward.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from rpipe.config import Config, ConfigError
@@ -40,8 +44,11 @@ class EngineCosts(Protocol):
 
 
 class TrainerCosts(Protocol):
+    @property
+    def pp(self) -> int: ...
+
     def micro_batch_s(self, lengths: list[int]) -> float:
-        """Forward and backward of sequences of these lengths, on one replica."""
+        """Forward and backward of sequences of these lengths alone, on one replica, stage after stage."""
         ...
 
     def step_s(self) -> float: ...
@@ -98,6 +105,7 @@ class Roofline:
 @dataclass(frozen=True, slots=True)
 class MeasuredReplica:
     measured: MeasuredTrainer
+    pp: int = 1
 
     def micro_batch_s(self, lengths: list[int]) -> float:
         m = self.measured
@@ -123,16 +131,21 @@ class RooflineReplica:
         a, s, tokens, again = self.accelerator, self.shape, sum(lengths), 1 if self.recompute else 0
         flops = 6 * s.active_parameters * tokens + 6 * s.layers * s.hidden_size * sum(n * n for n in lengths)
         compute_s = (3 + again) / 3 * flops / (self.tp * self.cp * self.ep * a.flops * a.training_efficiency)
-        # A micro-batch alone passes the stages one after another: (pp - 1) of pp stages wait at any time.
         return (
             a.micro_batch_overhead_s
             + compute_s
+            + 2 * (self.pp - 1) * self._hop_s(tokens)
             + (4 + 2 * again)
             * s.layers
             * collective_s(a, self.tp, tokens / self.cp / self.ep * s.hidden_size * s.bytes_per_value)
             + (3 + again) * s.layers * self._ring_s(tokens)
             + (4 + 2 * again) * s.layers * self._all_to_all_s(tokens)
         )
+
+    def _hop_s(self, tokens: float) -> float:
+        """Pipeline: activations of a micro-batch to the next stage, or gradients to the one before."""
+        nbytes = tokens / self.cp / self.ep / self.tp * self.shape.hidden_size * self.shape.bytes_per_value
+        return self.accelerator.link_latency_s + nbytes / self._bytes_per_s(self.tp * self.cp * self.ep * self.pp)
 
     def _ring_s(self, tokens: float) -> float:
         """Context parallelism: the others' keys and values come by, of one layer, forward (backward takes twice as long)."""
@@ -163,6 +176,18 @@ class RooflineReplica:
         stepped = dense / peers + experts / self.replicas
         state_s = 2 * OPTIMIZER_BYTES * stepped / (a.memory_bytes_per_s * a.memory_efficiency)
         return a.step_overhead_s + reduce_s + state_s
+
+
+def call_s(costs: TrainerCosts, micro_batches: list[list[int]]) -> float:
+    """One TrainMicroBatch: lengths of each micro-batch of its schedule (1F1B). Stages are equal parts of a micro-batch."""
+    each_s = [costs.micro_batch_s(lengths) for lengths in micro_batches]
+    return (sum(each_s) + (costs.pp - 1) * max(each_s)) / costs.pp
+
+
+def cut(lengths: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
+    """By micro-batch, as TrainMicroBatch's `cuts` say; one where they are empty."""
+    rest = iter(lengths)
+    return [list(islice(rest, count)) for count in cuts] if cuts else [list(lengths)]
 
 
 def collective_s(accelerator: Accelerator, ranks: int, nbytes: float) -> float:
@@ -214,7 +239,7 @@ def kv_tokens(config: Config, shape: Shape) -> int:
 def trainer_costs(config: Config) -> TrainerCosts:
     hardware = hardware_of(config)
     if hardware.trainer is not None:
-        return MeasuredReplica(hardware.trainer)
+        return MeasuredReplica(hardware.trainer, config.training.pp)
     accelerator = hardware.training_accelerator or hardware.accelerator
     assert accelerator is not None
     t = config.training

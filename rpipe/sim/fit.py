@@ -8,7 +8,7 @@ with rate() linear between knots: least squares in its values, given the rest. `
 leave, a stall is prefill_s + prefill_token_s x its tokens; these three are searched for, so that the residual is least.
 
 Trainer. A micro-batch's time x speed = micro_batch_s + trajectory_s x trajectories + token_s x tokens, least squares, never
-negative. The speed is the engine's: one machine.
+negative; several in one go through a pipeline as sim.costs.call_s has it. The speed is the engine's: one machine.
 
 Everything else is a median of what was seen. Responses and micro-batches that a first fit misses by far are left out of a
 second: another process had the core.
@@ -241,7 +241,7 @@ def fit_trainer(attempts: Sequence[Seen], shared_speed: float) -> TrainerFit:
     for seen in attempts:
         rolling = Timeline(joined([(t.started_t, t.end_t) for t in seen.turns]))
         for batch in seen.batches:
-            rows.append([1.0, float(len(batch.lengths)), float(sum(batch.lengths))])
+            rows.append(_call(batch.micro_batches, seen.stages))
             works.append(work_s((batch.started_t, batch.ended_t), rolling, shared_speed))
         steps += [work_s(span, rolling, shared_speed) for span in seen.steps]
     if len(rows) < 3 or not steps:
@@ -255,6 +255,13 @@ def fit_trainer(attempts: Sequence[Seen], shared_speed: float) -> TrainerFit:
         found = nonnegative(matrix, target)
     error = float(np.sqrt(np.mean((matrix @ found - target) ** 2) / np.mean(target**2)))
     return TrainerFit(float(found[0]), float(found[1]), float(found[2]), statistics.median(steps), error)
+
+
+def _call(micro_batches: list[list[int]], stages: int) -> list[float]:
+    """What a call's time is linear in, as sim.costs.call_s: the longest micro-batch once more for every further stage."""
+    each = [[1.0, float(len(lengths)), float(sum(lengths))] for lengths in micro_batches]
+    longest = max(each, key=lambda amounts: amounts[2])
+    return [(sum(amounts) + (stages - 1) * most) / stages for *amounts, most in zip(*each, longest)]
 
 
 def work_s(span: Span, others: Timeline, shared_speed: float) -> float:

@@ -22,7 +22,7 @@ from rpipe.control.settings import rollout_settings, training_settings
 from rpipe.control.training import TrainingCoordinator
 from rpipe.core import events as e
 from rpipe.core.types import GroupId, TrajectoryId
-from rpipe.sim.costs import engine_costs, hardware_of, publish_s, trainer_costs
+from rpipe.sim.costs import call_s, cut, engine_costs, hardware_of, publish_s, trainer_costs
 from rpipe.sim.engine import Request, SimulatedEngine
 from rpipe.sim.kernel import Host, Kernel
 from rpipe.sim.trainer import CoordinatorRank, Replica, Work
@@ -434,7 +434,7 @@ class TrainingSide:
 
     def _train(self, command: e.TrainMicroBatch) -> None:
         lengths = [self.tokens[s.group][0][sample] for s in command.slices for sample in s.samples]
-        seconds = self.costs.micro_batch_s(lengths)
+        seconds = call_s(self.costs, cut(lengths, command.cuts))
 
         def done(began: float) -> e.MicroBatchDone:
             self._busy_s += self.kernel.now - began

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rpipe.analysis.run import Record, attempts, read
+from rpipe.sim.costs import cut
 
 Span = tuple[float, float]
 
@@ -29,13 +30,14 @@ class SeenBatch:
     replica: int
     started_t: float
     ended_t: float
-    lengths: tuple[int, ...]  # tokens of its trajectories
+    micro_batches: list[list[int]]  # tokens of their trajectories; several where a pipeline ran them in one go
 
 
 @dataclass(slots=True)
 class Seen:
     """One attempt. Latencies are lists, to take medians of."""
 
+    stages: int = 1  # of the trainer's pipeline
     turns: list[SeenTurn] = field(default_factory=list)
     batches: list[SeenBatch] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)
@@ -75,7 +77,8 @@ class _Reader:
         for record in self.done:  # a group's lengths are known once it arrived
             command = self.batches[record["micro_batch"]]
             lengths = [self.tokens[part["group"]][sample] for part in command["slices"] for sample in part["samples"]]
-            self.seen.batches.append(SeenBatch(record["replica"], record["started_t"], record["ended_t"], tuple(lengths)))
+            cuts = cut(lengths, command.get("cuts") or [])
+            self.seen.batches.append(SeenBatch(record["replica"], record["started_t"], record["ended_t"], cuts))
         return self.seen
 
     def _take(self, r: dict[str, Any]) -> None:
@@ -98,6 +101,8 @@ class _Reader:
             case "GroupArrived":
                 self.tokens[r["group"]] = r["tokens"]
                 self.seen.groups.append((self.sent_t[r["group"]], r["t"]))
+            case "TrainerReady":
+                self.seen.stages = r.get("stages", 1)
             case "TrainMicroBatch":
                 self.batches[r["micro_batch"]] = r
             case "MicroBatchDone":

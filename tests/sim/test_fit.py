@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from rpipe import config as configs
+from rpipe.sim.fit import fit_trainer
+from rpipe.sim.observe import observe
 from rpipe.sim.run import simulate
 from tests.sim.simulated import HARDWARE, config
 
@@ -84,6 +86,13 @@ def test_a_job_of_another_shape_is_predicted(fitted):
     real = simulate(configs.load(truth / "config.yaml")).medians
     for key in ("rollout_to_train_end_s", "first_dispatch_s", "rollout_s"):
         assert twin[key] == pytest.approx(real[key], rel=0.05), key
+
+
+def test_the_costs_of_a_micro_batch_are_found_behind_a_pipeline_s_schedule(tmp_path):
+    cut = {"training": {"pp": 2, "micro_batch_tokens": 300}, "cluster": {"training_ranks": 2}}
+    run = made(tmp_path, "pipeline", pipeline={"mode": "serial"}, admission={"policy": "fifo"}, hardware={"host": None}, **cut)
+    found = fit_trainer(observe(run), 1.0)
+    assert (found.micro_batch_s, found.trajectory_s, found.token_s) == pytest.approx((0.03, 0.002, 1e-4), rel=0.1)
 
 
 def test_runs_that_cannot_share_a_profile_are_refused(fitted, tmp_path):

@@ -114,6 +114,19 @@ def test_engines_and_trainer_on_the_same_cores_slow_each_other():
     assert simulate(changed({"hardware": shared})).medians["rollout_s"] > 1.1 * simulate(config()).medians["rollout_s"]
 
 
+def test_a_pipeline_trains_as_its_schedule_says():
+    trainer = {"micro_batch_s": 0.0, "token_s": 1e-3, "step_s": 0.0}
+    hardware = {"trainer": trainer}
+    one, two = (
+        simulate(config(training={"pp": pp, "packing": "global"}, pipeline={"mode": "serial"}, hardware=hardware)).medians
+        for pp in (1, 2)
+    )
+    tokens = one["train_busy_s"] * 2 / 1e-3  # two replicas; the pipeline is one
+    assert two["pipeline_bubble"] and 0.1 < two["pipeline_bubble"] < 0.5
+    useful_s = two["train_busy_s"] * (1 - two["pipeline_bubble"]) * 2
+    assert useful_s == pytest.approx(tokens * 1e-3, rel=0.1), "without its bubble: the work of two replicas"
+
+
 def test_simulating_imports_no_torch_and_no_mpi():
     code = (
         "import sys, rpipe.simulate, rpipe.report\n"

@@ -11,8 +11,8 @@ import pytest
 
 from rpipe import config as configs
 from rpipe.config import ConfigError
-from rpipe.config_simulation import Workload
-from rpipe.sim.costs import Roofline, engine_costs
+from rpipe.config_simulation import MeasuredTrainer, Workload
+from rpipe.sim.costs import MeasuredReplica, Roofline, call_s, engine_costs
 from rpipe.sim.kernel import Host, Kernel
 from rpipe.sim.shape import Shape
 from rpipe.sim.workload import Synthetic, from_trace
@@ -48,6 +48,15 @@ def test_tensor_parallelism_pays_where_weights_are_read_and_not_where_they_are_s
     small, wide = ["model.shape.layers=80", "engine.tp=1"], ["model.shape.layers=80", "engine.tp=2"]
     one, two = (engine_costs(configs.load(ROOT / "configs/sim/rolloutpipe-1.7b.yaml", o)) for o in (small, wide))
     assert two.decode_s(1, 100) > one.decode_s(1, 100), "collectives cost more than they save"
+
+
+@pytest.mark.parametrize(("stages", "count"), [(1, 4), (2, 1), (2, 4), (4, 8), (4, 64)])
+def test_a_pipeline_idles_for_its_bubble_and_gains_nothing_from_one_micro_batch(stages, count):
+    costs = MeasuredReplica(MeasuredTrainer(micro_batch_s=0.1, token_s=0.01), stages)
+    took_s, alone_s = call_s(costs, [[40, 50]] * count), count * costs.micro_batch_s([40, 50])
+    assert took_s == pytest.approx(alone_s / stages / (1 - (stages - 1) / (count + stages - 1)))
+    uneven_s = call_s(costs, [[90 + count - 1], *[[89]] * (count - 1)])
+    assert (uneven_s > took_s) == (count > 1 and stages > 1), "the longest holds every stage up once"
 
 
 def correlation(groups: list[list[float]]) -> float:
