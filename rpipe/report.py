@@ -151,6 +151,11 @@ def summary(told: Report) -> str:
             f" responses p50 {_f(run['response_tokens_p50'], 'd')}, p95 {_f(run['response_tokens_p95'], 'd')} tokens,"
             f" {_f(run['truncation_rate'], '.0%')} cut"
         )
+        if (tools := run.get("tools")) is not None:
+            lines.append(
+                f"  tools            {tools['calls']:,} calls, {_f(tools['turns_mean'], '.1f')} turns a trajectory;"
+                f" a call p50 {tools['seconds_p50']:.3g} s, p95 {tools['seconds_p95']:.3g} s, {tools['failed']} failed"
+            )
         lines.append(
             f"  log-prob gap     mean {_f(median['logprob_gap_mean'], '.1e')}, max {_f(median['logprob_gap_max'], '.1e')}"
             f" (medians); {run['skipped_steps']} skipped steps"

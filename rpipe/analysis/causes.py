@@ -104,6 +104,13 @@ def describe(cause: str, at: Detail, usual: Usual, number: int | None, sample: i
         text = f"the reward of trajectory {trajectory.name} took {trajectory.scored_t - trajectory.generated_t:.3g} s"
         queued = queue_s >= TOLD_POINTS * _whole_s(at)
         return text + (f", {queue_s:.3g} s of it waiting for a free reward worker" if queued else "")
+    if cause == "environment":
+        calls = [turn.tool for turn in trajectory.turns if turn.tool is not None and turn.tool.ended_t is not None]
+        longest_s = max(((call.ended_t or 0.0) - call.asked_t for call in calls), default=0.0)
+        return (
+            f"trajectory {trajectory.name} was in tools for {trajectory.tool_s:.3g} s of {len(trajectory.turns)} turns"
+            f" (generating {trajectory.generating_s:.3g} s; the longest call took {longest_s:.3g} s)"
+        )
     if cause == "narrow frontier":
         width, deferred = frontier(at)
         admitted_s = (group.admitted_t or group.requested_t) - group.requested_t

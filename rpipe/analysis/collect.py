@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from rpipe.analysis.run import Record, RunError
-from rpipe.analysis.spans import Detail, Group, Mark, MicroBatch, Outage, Publish, Step, Track, Trajectory, Turn
+from rpipe.analysis.spans import Detail, Group, Mark, MicroBatch, Outage, Publish, Step, Tool, Track, Trajectory, Turn
 
 OPEN_ITERATIONS = 3  # the one that rolls out, the one that trains, and one for stragglers of the log
 MARKS_PER_KIND = 200  # kept with their text; the rest is counted
@@ -42,6 +42,8 @@ class Collector:
             "GroupsDrawn": self._drawn,
             "SendTurn": self._sent_turn,
             "TurnFinished": self._turn,
+            "RunTool": self._asked_tool,
+            "ToolFinished": self._tool,
             "ScoreTrajectory": self._score,
             "TrajectoryScored": self._scored,
             "ServingComplete": self._served,
@@ -174,6 +176,16 @@ class Collector:
         turn.engine, turn.started_t, turn.first_token_t, turn.ended_t = r["engine"], r["started_t"], r["first_token_t"], r["t"]
         turn.output_tokens, turn.finish = r["output_tokens"] - turn.prefix_tokens, r["finish"]
         turn.cached_tokens = r.get("cached_tokens", 0)
+
+    def _asked_tool(self, r: Record) -> None:
+        trajectory = self._trajectory(r)
+        if trajectory is not None and trajectory.turns:
+            trajectory.turns[-1].tool = Tool(r["t"])
+
+    def _tool(self, r: Record) -> None:
+        trajectory = self._trajectory(r)
+        if trajectory is not None and trajectory.turns:
+            trajectory.turns[-1].tool = Tool(r["started_t"], r["t"], r["observation_tokens"], r.get("error", ""))
 
     def _engine_lost(self, r: Record) -> None:
         """What ran on it stops there; a turn that began on it keeps what its engine had streamed."""

@@ -28,6 +28,12 @@ class Iteration:
     generated_tokens: int = 0
     response_tokens: array[int] = field(default_factory=lambda: array("q"))  # one entry a trajectory
     truncated: int = 0  # trajectories that did not stop by themselves
+    turns: int = 0  # that those trajectories took
+    tool_calls: int = 0
+    tool_s: array[float] = field(default_factory=lambda: array("d"))  # one entry a call, queue included
+    answer_tokens: int = 0  # of the environment
+    tool_errors: int = 0
+    tool_error: str = ""  # the first one's words
     reward_sum: float = 0.0
     reward_min: float = float("inf")
     reward_max: float = float("-inf")
@@ -120,7 +126,7 @@ class _Reader:
     def __init__(self, attempt: Attempt) -> None:
         self.to = attempt
         self.group_iteration: dict[int, int] = {}  # training groups of the iterations that roll out
-        self.turns: dict[tuple[int, int], tuple[int, bool]] = {}  # trajectory -> tokens so far, cut short
+        self.turns: dict[tuple[int, int], tuple[int, bool, int]] = {}  # trajectory -> tokens so far, cut short, turns
         self.restored: dict[int, list[int]] = {}  # groups that an interrupted attempt had finished -> their tokens
         self.step_iteration: dict[int, int] = {}  # begun, not done
         self.step_groups: dict[int, int] = {}  # step -> how many groups it consumes
@@ -130,6 +136,7 @@ class _Reader:
             "RolloutRequested": self._requested,
             "GroupsDrawn": self._drawn,
             "TurnFinished": self._turn,
+            "ToolFinished": self._tool,
             "TrajectoryScored": self._scored,
             "SendGroup": self._group,
             "DropGroup": self._group,
@@ -179,8 +186,20 @@ class _Reader:
     def _turn(self, r: Record) -> None:
         group, index = r["trajectory"]
         if group in self.group_iteration:
-            tokens, _ = self.turns.get((group, index), (0, False))
-            self.turns[group, index] = tokens + r["output_tokens"], r["finish"] != "stop"
+            tokens, _, turns = self.turns.get((group, index), (0, False, 0))
+            self.turns[group, index] = tokens + r["output_tokens"], r["finish"] != "stop", turns + 1
+
+    def _tool(self, r: Record) -> None:
+        iteration = self.group_iteration.get(r["trajectory"][0])
+        if iteration is None:
+            return
+        at = self._at(iteration)
+        at.tool_calls += 1
+        at.tool_s.append(r["t"] - r["started_t"])
+        at.answer_tokens += r["observation_tokens"]
+        if r.get("error"):
+            at.tool_errors += 1
+            at.tool_error = at.tool_error or r["error"]
 
     def _scored(self, r: Record) -> None:
         iteration = self.group_iteration.get(r["trajectory"][0])
@@ -193,7 +212,8 @@ class _Reader:
         at, rewards = self._at(r["iteration"]), r["rewards"]
         restored = self.restored.pop(r["group"], None)
         for index in range(len(rewards)):
-            tokens, cut = self.turns.pop((r["group"], index), (0, False))
+            tokens, cut, turns = self.turns.pop((r["group"], index), (0, False, 0))
+            at.turns += turns
             at.generated_tokens += tokens
             at.response_tokens.append(tokens if restored is None else restored[index])
             at.truncated += cut

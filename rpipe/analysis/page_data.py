@@ -13,7 +13,7 @@ from typing import Any
 from rpipe.analysis.collect import Collector, stream
 from rpipe.analysis.lanes import lanes
 from rpipe.analysis.run import attempts, read
-from rpipe.analysis.spans import Detail, Track, Trajectory
+from rpipe.analysis.spans import Detail, Track, Trajectory, Turn, tool_calls
 from rpipe.analysis.spread import WAITS, Spread, linear_bins
 from rpipe.analysis.summary import RunSummary, report_of, summarize
 
@@ -148,7 +148,7 @@ def _detail(at: Detail, attempt: int, start_s: float, kept: bool) -> dict[str, A
 
 
 def _turns(at: Detail, start_s: float) -> dict[str, Any]:
-    """Turns with the slot of their engine, rewards with a lane; both sorted by start."""
+    """Turns with the slot of their engine, tools and rewards with a lane; each sorted by start."""
     found = [(turn, trajectory) for trajectory in at.trajectories() for turn in trajectory.turns]
     found = [(turn, trajectory) for turn, trajectory in found if turn.ended_t is not None]
     turns: Rows = []
@@ -166,7 +166,17 @@ def _turns(at: Detail, start_s: float) -> dict[str, Any]:
         + [t.reward, t.error]
         for lane, t in zip(taken, scored)
     ]
-    return {"turns": turns, "rewards": rewards}
+    calls = tool_calls(at)
+    tools: Rows = [
+        [t.group, t.sample, lane, _at(asked, start_s), _at(ended, start_s), *_answer(turn)]
+        for lane, (asked, ended, turn, t) in zip(lanes([call[:2] for call in calls]), calls)
+    ]
+    return {"turns": turns, "tools": tools, "rewards": rewards}
+
+
+def _answer(turn: Turn) -> list[Any]:
+    assert turn.tool is not None
+    return [turn.tool.answer_tokens, turn.tool.error]
 
 
 def _start(turn: Any) -> float:

@@ -48,6 +48,13 @@ def _rewards(iterations: Sequence[Iteration]) -> list[str]:
     refused = [at.iteration for at in scored if at.groups_dropped and not at.groups_sent]
     if refused:
         found.append(f"the filter dropped every group of {spans(refused)}: no step was made")
+    failed = sum(at.tool_errors for at in iterations)
+    if failed:
+        first = next(at for at in iterations if at.tool_errors)
+        found.append(
+            f"{failed} of {sum(at.tool_calls for at in iterations)} calls of the environment failed and ended their trajectory;"
+            f" the first, in iteration {first.iteration}: {first.tool_error}"
+        )
     errors = sum(at.reward_errors for at in iterations)
     if errors:
         first = next(at for at in iterations if at.reward_errors)

@@ -11,6 +11,16 @@ MIN_PACE_TOKENS = 4
 
 
 @dataclass(slots=True)
+class Tool:
+    """The environment was asked about a turn. `ended_t` is None while it works."""
+
+    asked_t: float
+    ended_t: float | None = None
+    answer_tokens: int = 0
+    error: str = ""
+
+
+@dataclass(slots=True)
 class Turn:
     """One generation request. `finish` is empty while it runs, "lost" where its engine never answered."""
 
@@ -21,8 +31,9 @@ class Turn:
     ended_t: float | None = None
     output_tokens: int = 0
     cached_tokens: int = 0
-    prefix_tokens: int = 0  # of the response, made by an engine that was lost; in no turn's output_tokens twice
+    prefix_tokens: int = 0  # of the turn, made by an engine that was lost; in no other output_tokens
     finish: str = ""
+    tool: Tool | None = None
 
 
 @dataclass(slots=True)
@@ -63,8 +74,18 @@ class Trajectory:
         return sum(turn.first_token_t - turn.sent_t for turn in self.turns if turn.first_token_t is not None)
 
     @property
+    def tool_s(self) -> float:
+        """With the environment, waiting for a free process included."""
+        tools = (turn.tool for turn in self.turns)
+        return sum(tool.ended_t - tool.asked_t for tool in tools if tool is not None and tool.ended_t is not None)
+
+    @property
     def generated_t(self) -> float | None:
-        return self.turns[-1].ended_t if self.turns else None
+        """When its last turn ended, or the environment had said that it was the last."""
+        if not self.turns:
+            return None
+        tool = self.turns[-1].tool
+        return self.turns[-1].ended_t if tool is None else tool.ended_t
 
 
 @dataclass(slots=True)
@@ -176,6 +197,17 @@ class Detail:
     def step_index(self) -> dict[int, int]:
         """Step of the run -> its place in the iteration, from 0."""
         return {step: index for index, step in enumerate(sorted(self.steps))}
+
+
+def tool_calls(at: Detail) -> list[tuple[float, float, Turn, Trajectory]]:
+    """(asked, answered, turn, trajectory) of every call of the environment, sorted by start."""
+    calls = [
+        (turn.tool.asked_t, turn.tool.ended_t, turn, t)
+        for t in at.trajectories()
+        for turn in t.turns
+        if turn.tool is not None and turn.tool.ended_t is not None
+    ]
+    return sorted(calls, key=lambda call: (call[0], call[3].group, call[3].sample))
 
 
 @dataclass(slots=True)

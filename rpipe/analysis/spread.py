@@ -1,4 +1,4 @@
-"""How are lengths, waits and staleness distributed over a run?
+"""How are lengths, turns, waits and staleness distributed over a run?
 
 Waits go into logarithmic bins, ten a decade, so that memory does not grow with the run. Staleness of a trained trajectory is
 counted in optimizer steps: how many the weights had moved, within its iteration, when its gradient was taken. (In versions it
@@ -21,6 +21,7 @@ LENGTH_BINS = 40
 WAITS = {
     "queue_s": "a trajectory's wait in its engine's queue, prefill included",
     "generate_s": "a trajectory's generation",
+    "tool_s": "an environment's answer, queue included",
     "reward_s": "a trajectory's reward, queue included",
     "group_s": "a complete group's wait for its first micro-batch",
 }
@@ -45,6 +46,9 @@ class Spread:
                 if trajectory.generated_t is not None:
                     self._wait("queue_s", trajectory.queued_s)
                     self._wait("generate_s", trajectory.generating_s)
+                    for turn in trajectory.turns:
+                        if turn.tool is not None and turn.tool.ended_t is not None:
+                            self._wait("tool_s", turn.tool.ended_t - turn.tool.asked_t)
                     if trajectory.scored_t is not None:
                         self._wait("reward_s", trajectory.scored_t - trajectory.generated_t)
 

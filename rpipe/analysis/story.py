@@ -179,7 +179,13 @@ def _published(r: Record, _: Target) -> str:
 
 def _send_turn(r: Record, _: Target) -> str:
     prefix = f", going on from {r['prefix_tokens']:,} tokens" if r.get("prefix_tokens") else ""
-    return f"to engine {r['engine']}, priority {r['priority']}{prefix}"
+    turn = f"turn {r['turn']}, after {r['history_tokens']:,} tokens, " if r.get("turn") else ""
+    return f"{turn}to engine {r['engine']}, priority {r['priority']}{prefix}"
+
+
+def _tool(r: Record, _: Target) -> str:
+    said = "the trajectory is done" if r["done"] else f"{r['observation_tokens']:,} tokens"
+    return f"the environment answered turn {r['turn']} in {r['t'] - r['started_t']:.3f} s: {r['error'] or said}"
 
 
 _WORDS: dict[str, Callable[[Record, Target], str]] = {
@@ -187,6 +193,8 @@ _WORDS: dict[str, Callable[[Record, Target], str]] = {
     "SendTurn": _send_turn,
     "TurnStarted": lambda r, _: f"first tokens from engine {r['engine']}",
     "TurnFinished": _turn,
+    "RunTool": lambda r, _: f"turn {r['turn']} to the environment",
+    "ToolFinished": _tool,
     "AbortTurn": lambda r, _: f"cut on engine {r['engine']}: its deadline passed",
     "ScoreTrajectory": lambda r, _: "to the reward function",
     "TrajectoryScored": _scored,

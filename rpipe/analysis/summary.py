@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rpipe.analysis import history
 from rpipe.analysis.collect import Collector
@@ -24,6 +24,7 @@ from rpipe.analysis.spans import Detail
 from rpipe.analysis.totals import Totals
 
 Report = dict[str, Any]
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         "truncation_rate": truncated / len(lengths) if lengths else None,
         "response_tokens_p50": nearest_rank(ordered, 0.50),
         "response_tokens_p95": nearest_rank(ordered, 0.95),
+        "tools": _tools(found.iterations),
         "publish_s": median([s for attempt in found.attempts for s in attempt.publish_s]),
         "checkpoint_s": median([s for attempt in found.attempts for s in attempt.checkpoint_s]),
         "time_s": _time(found, rows),
@@ -159,6 +161,23 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
         "history": [span.row() for span in found.spans],
         "other_events": found.other_events,
         "problems": problems(found.attempts, found.iterations, found.interrupted),
+    }
+
+
+def _tools(iterations: list[Iteration]) -> Report | None:
+    """What the environment did; None where nobody asked it."""
+    seconds = sorted(s for at in iterations for s in at.tool_s)
+    trajectories = sum(at.trajectories for at in iterations)
+    if not seconds:
+        return None
+    return {
+        "calls": len(seconds),
+        "failed": sum(at.tool_errors for at in iterations),
+        "turns_mean": sum(at.turns for at in iterations) / trajectories if trajectories else None,
+        "answer_tokens_mean": sum(at.answer_tokens for at in iterations) / len(seconds),
+        "seconds": sum(seconds),
+        "seconds_p50": nearest_rank(seconds, 0.50),
+        "seconds_p95": nearest_rank(seconds, 0.95),
     }
 
 
@@ -186,7 +205,7 @@ def median(values: list[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def nearest_rank(ordered: list[int], share: float) -> int | None:
+def nearest_rank(ordered: list[Number], share: float) -> Number | None:
     """The smallest value that at least `share` of all are not above."""
     if not ordered:
         return None

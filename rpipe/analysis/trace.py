@@ -1,8 +1,8 @@
 """How does a run look in Perfetto or chrome://tracing?
 
-A Chrome trace: one process an engine with its slots as threads, rewards, the trainer's replicas and steps, publishing, and what
-lay between attempts. An arrow goes from a group's last trajectory to its first micro-batch. All attempts stand on one calendar.
-Written iteration by iteration: memory does not grow with the run.
+A Chrome trace: one process an engine with its slots as threads, tools, rewards, the trainer's replicas and steps, publishing,
+and what lay between attempts. An arrow goes from a group's last trajectory to its first micro-batch. All attempts stand on one
+calendar. Written iteration by iteration: memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from typing import Any
 from rpipe.analysis.collect import Collector, stream
 from rpipe.analysis.lanes import lanes
 from rpipe.analysis.run import attempts, read
-from rpipe.analysis.spans import Detail, Track
+from rpipe.analysis.spans import Detail, Track, tool_calls
 from rpipe.analysis.summary import RunSummary, summarize
 
-ITERATIONS, REWARDS, TRAINER, BETWEEN, EVENTS, ENGINES = 1, 3, 4, 5, 6, 100  # process ids; engine e is ENGINES + e
-NAMES = {ITERATIONS: "iterations", REWARDS: "rewards", TRAINER: "trainer", BETWEEN: "publish and save", EVENTS: "events"}
+ITERATIONS, TOOLS, REWARDS, TRAINER, BETWEEN, EVENTS, ENGINES = 1, 2, 3, 4, 5, 6, 100  # process ids; engine e is ENGINES + e
+NAMES = {
+    ITERATIONS: "iterations",
+    TOOLS: "tools",
+    REWARDS: "rewards",
+    TRAINER: "trainer",
+    BETWEEN: "publish and save",
+    EVENTS: "events",
+}
 STEPS_THREAD = 1000
 Event = dict[str, Any]
 
@@ -55,7 +62,7 @@ def _events(run: Path, found: RunSummary) -> Iterator[Event]:
     for pid in sorted(processes):
         name = NAMES.get(pid, f"engine {pid - ENGINES}")
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid if pid < REWARDS else pid % 97}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid if pid < TOOLS else pid % 97}}
     yield {"ph": "M", "name": "thread_name", "pid": TRAINER, "tid": STEPS_THREAD, "args": {"name": "optimizer steps"}}
 
 
@@ -97,6 +104,11 @@ def _rollout(at: Detail, attempt: int) -> list[Event]:
             group = at.groups[t.group]
             if group.last() is t and turn is t.turns[-1] and group.trained_t is not None:
                 events.append(_flow("s", at, attempt, t.group, pid, slot, turn.ended_t or 0.0))
+    calls = tool_calls(at)
+    for lane, (asked, ended, turn, t) in zip(lanes([call[:2] for call in calls]), calls):
+        assert turn.tool is not None
+        about = {"answer_tokens": turn.tool.answer_tokens, "error": turn.tool.error}
+        events += _bar(t.name, "tool", TOOLS, lane, asked, ended, turn=t.turns.index(turn), **about)
     scored = sorted((t for t in at.trajectories() if t.scored_t is not None), key=lambda t: (_asked(t), t.group, t.sample))
     for lane, t in zip(lanes([(_asked(t), t.scored_t or 0.0) for t in scored]), scored):
         queue_s = (t.score_started_t or _asked(t)) - _asked(t)

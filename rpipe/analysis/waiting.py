@@ -22,7 +22,7 @@ PHASES: dict[Phase, str] = {
     "queued": "in the engine's queue or prefill",
     "generating": "the engine generated",
     "environment": "between two turns: a tool or an environment",
-    "lost": "its engine was lost: until it went on elsewhere",
+    "lost": "its engine was lost, or there was none: until it went on elsewhere",
     "reward": "the reward function, its queue included",
     "filter": "the filter function",
     "channel": "on the way to the trainer",
@@ -128,12 +128,13 @@ def _way(group: Group, last: Trajectory) -> list[tuple[Phase, float]]:
     """Phases in order, each with the time at which it ended."""
     way: list[tuple[Phase, float]] = []
     for index, turn in enumerate(last.turns):
-        before = last.turns[index - 1].finish if index else ""
-        way.append(("lost" if before == "lost" else "environment" if index else "deferred", turn.sent_t))
+        way.append(("lost" if index else "deferred", turn.sent_t))
         if turn.first_token_t is not None:
             way.append(("queued", turn.first_token_t))
         if turn.ended_t is not None:
             way.append(("generating", turn.ended_t))
+        if turn.tool is not None and turn.tool.ended_t is not None:
+            way.append(("environment", turn.tool.ended_t))
     if last.scored_t is not None:
         way.append(("reward", last.scored_t))
     if group.filtered_t is not None:

@@ -9,7 +9,9 @@ import pytest
 from rpipe.analysis import page_data
 from rpipe.policy.admission import Frontier
 from rpipe.report import main
+from rpipe.sim.run import simulate
 from tests.browser.chrome import Page
+from tests.sim.test_agents import agents
 from tests.timed_job import TimedJob
 
 pytestmark = [pytest.mark.job, pytest.mark.timeout(240)]
@@ -106,6 +108,24 @@ async def test_a_click_follows_a_group_and_escape_lets_it_go(runs: Path, page: P
     assert f"group {group}: step" in await page.evaluate("byId('focus').textContent")
     await page.press("Escape")
     assert await page.evaluate("shown.group") is None and await page.evaluate("byId('focus').textContent") == ""
+
+
+async def test_tools_have_a_row_of_their_own_and_say_what_was_answered(tmp_path: Path, page: Page):
+    simulate(agents(), tmp_path / "run")
+    assert main([str(tmp_path / "run"), "--html"]) == 0
+    await page.go(tmp_path / "run" / "report.html")
+    await page.evaluate("byId('timeline').scrollIntoView()")
+    where = """(() => {
+      const line = Timeline.all[0], tool = line.run.details.find((d) => d.iteration === 1).tools[7];
+      const box = line.canvas.getBoundingClientRect(), row = line.row("tools");
+      return [box.left + line.x((tool[3] + tool[4]) / 2), box.top + row.y + (tool[2] + 0.5) * line.toolLane, tool[0], tool[1]];
+    })()"""
+    x, y, group, sample = await page.evaluate(where)
+    await page.move(x, y)
+    assert f"the environment of trajectory {group}.{sample}" in await page.evaluate("byId('tip').textContent")
+    text = await page.evaluate("document.body.innerText")
+    assert "a tool call" in text.lower() and "An environment's answer" in text and "in a tool" in text
+    assert all(colours > 5 for colours in await page.evaluate(INK)) and page.complaints == []
 
 
 async def test_it_is_dark_where_the_system_is_and_turns_by_key(runs: Path, page: Page):

@@ -95,6 +95,7 @@ function histograms() {
     const titles = RUNS.find((run) => run.spread_names)?.spread_names || {};
     for (const [key, text] of Object.entries(titles)) {
       const waits = series((s) => s[key] || []);
+      if (key === "tool_s" && waits.every((one) => !one.bins.size)) continue; // most runs have no tools
       const edges = [...new Set(waits.flatMap((one) => [...one.bins.keys()]))].sort((a, b) => a - b);
       into.append(
         histogram(

@@ -3,6 +3,7 @@
 const PHASES = [
   ["deferred", "deferred", "deferred"],
   ["generating", null, "generating, a line a trajectory"],
+  ["tool", "tool", "in a tool"],
   ["reward", "reward", "rewards"],
   ["channel", "publish", "to the trainer"],
   ["fifo", "fifo", "waits for a micro-batch"],
@@ -83,6 +84,8 @@ class Gantt {
     const paint = painter(detail);
     const turns = new Map();
     for (const turn of detail.turns) turns.set(turn[0], [...(turns.get(turn[0]) || []), turn]);
+    const tools = new Map();
+    for (const tool of detail.tools) tools.set(tool[0], [...(tools.get(tool[0]) || []), tool]);
     const every = this.rowHeight >= 12 ? 1 : Math.ceil(14 / this.rowHeight);
     detail.groups.forEach((g, index) => {
       const y = 4 + index * this.rowHeight;
@@ -93,7 +96,7 @@ class Gantt {
         c.textAlign = "right";
         c.fillText(g[0], left - 8, y + this.rowHeight / 2);
       }
-      this.row(c, g, turns.get(g[0]) || [], { x, y, h: this.rowHeight - (this.rowHeight > 7 ? 2 : 1), start, paint });
+      this.row(c, g, turns.get(g[0]) || [], tools.get(g[0]) || [], { x, y, h: this.rowHeight - (this.rowHeight > 7 ? 2 : 1), start, paint });
     });
     c.globalAlpha = 1;
     for (const [t, dash] of [
@@ -108,7 +111,7 @@ class Gantt {
     }
   }
 
-  row(c, g, turns, { x, y, h, start, paint }) {
+  row(c, g, turns, tools, { x, y, h, start, paint }) {
     const [group, admitted, generated, complete, arrived, dispatched, trained, , dropped] = g;
     const bar = (from, to, fill) => {
       if (from === null || to === null || to < from) return;
@@ -117,14 +120,23 @@ class Gantt {
     };
     bar(start, admitted, colour("deferred"));
     bar(admitted, generated, colour("idle"));
-    const each = h / Math.max(1, turns.length);
-    turns
-      .sort((a, b) => a[7] - b[7])
-      .forEach((turn, index) => {
-        const from = turn[6] === null ? turn[5] : turn[6];
-        c.fillStyle = turn[9] === "lost" ? colour("lost") : paint.turn(turn);
-        c.fillRect(x(from), y + index * each, Math.max(0.6, x(turn[7]) - x(from)), Math.max(0.5, each - (each > 2 ? 0.5 : 0)));
-      });
+    const lines = new Map(); // of each sample, the one that ends first on top
+    for (const turn of turns.sort((a, b) => a[7] - b[7])) (lines.delete(turn[1]), lines.set(turn[1], 0));
+    [...lines.keys()].forEach((sample, index) => lines.set(sample, index));
+    const each = h / Math.max(1, lines.size);
+    const piece = (sample, from, to, fill) => {
+      c.fillStyle = fill;
+      const top = y + (lines.get(sample) || 0) * each;
+      c.fillRect(x(from), top, Math.max(0.6, x(to) - x(from)), Math.max(0.5, each - (each > 2 ? 0.5 : 0)));
+    };
+    for (const tool of tools) piece(tool[1], tool[3], tool[4], colour(tool[6] ? "lost" : "tool"));
+    for (const turn of turns)
+      piece(
+        turn[1],
+        turn[6] === null ? turn[5] : turn[6],
+        turn[7],
+        turn[9] === "lost" ? colour("lost") : paint.turn(turn),
+      );
     bar(generated, complete, dropped ? colour("dropped") : colour("reward"));
     if (dropped) return;
     bar(complete, arrived, colour("publish"));

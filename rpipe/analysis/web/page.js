@@ -52,6 +52,11 @@ function tiles() {
       (run) => `${whole(run.report.run.response_tokens_p50)} tokens`,
       (run) => `p95 ${whole(run.report.run.response_tokens_p95)}, ${percent(run.report.run.truncation_rate)} cut`,
     ],
+    [
+      "a tool call",
+      (run) => (run.report.run.tools ? seconds(run.report.run.tools.seconds_p50) : "–"),
+      (run) => (run.report.run.tools ? `p95 ${seconds(run.report.run.tools.seconds_p95)}, ${fixed(run.report.run.tools.turns_mean, 1)} turns` : ""),
+    ],
   ];
   for (const [name, value, more] of facts) {
     if (RUNS.every((run) => value(run).startsWith("–"))) continue;
@@ -255,6 +260,7 @@ function legend() {
       );
   into.append(
     element("span", {}, element("i", { style: `background:${colour("deferred")}` }), "queue"),
+    ...(detail?.tools.length ? [element("span", {}, element("i", { style: `background:${colour("tool")}` }), "tools")] : []),
     element("span", {}, "▼ a group is complete"),
     element("span", {}, "│ rollout ends ┆ training ends"),
   );

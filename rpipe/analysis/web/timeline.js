@@ -1,4 +1,4 @@
-// One run's timeline on a canvas: engines slot by slot, rewards, trainer replicas, steps, publishing; zoom, move, follow a group.
+// One run's timeline on a canvas: engines slot by slot, tools, rewards, trainer replicas, steps, publishing; zoom, move, follow a group.
 "use strict";
 const GUTTER = 118;
 const MAP = 16; // height of the overview strip
@@ -31,15 +31,18 @@ class Timeline {
     const { details, attempts } = this.run;
     const slots = new Map();
     let rewards = 0,
+      tools = 0,
       replicas = 1;
     for (const detail of details) {
       for (const turn of detail.turns) slots.set(turn[2], Math.max(slots.get(turn[2]) || 0, turn[3] + 1));
+      for (const tool of detail.tools) tools = Math.max(tools, tool[2] + 1);
       for (const reward of detail.rewards) rewards = Math.max(rewards, reward[2] + 1);
       replicas = Math.max(replicas, detail.replicas);
     }
     const engines = [...slots.keys()].sort((a, b) => a - b);
     const all = [...slots.values()].reduce((sum, count) => sum + count, 0) || 1;
     this.lane = Math.min(11, Math.max(0.5, 360 / all));
+    this.toolLane = Math.min(6, Math.max(0.5, 80 / (tools || 1)));
     this.rewardLane = Math.min(6, Math.max(1, 60 / (rewards || 1)));
     this.rows = [];
     let y = MAP + 10;
@@ -50,6 +53,7 @@ class Timeline {
     add("iterations", "iteration", 17);
     for (const engine of engines)
       add("engine", `engine ${engine}`, Math.max(10, this.lane * slots.get(engine)), { engine, slots: slots.get(engine) });
+    if (tools) add("tools", "tools", Math.max(8, this.toolLane * tools));
     if (rewards) add("rewards", "rewards", Math.max(8, this.rewardLane * rewards));
     add("groups", "groups complete", 11);
     for (let replica = 0; replica < replicas; replica++)
@@ -242,6 +246,11 @@ class Timeline {
         "",
         alpha(turn[0]),
       );
+    }
+    const tools = this.row("tools");
+    for (const t of detail.tools) {
+      const height = Math.max(0.5, this.toolLane - (this.toolLane > 2 ? 0.4 : 0));
+      this.block(t[3], t[4], tools.y + t[2] * this.toolLane, height, colour(t[6] ? "lost" : "tool"), "", alpha(t[0]));
     }
     const scoring = this.row("rewards");
     for (const r of detail.rewards) {

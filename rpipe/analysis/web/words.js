@@ -53,6 +53,13 @@ const underDetail = {
     const turn = detail.turns.find((u) => u[2] === row.engine && u[3] === slot && inside(at(u), u[7]));
     return turn ? { text: turnText(turn, detail), group: turn[0] } : null;
   },
+  tools(detail, inside, row, line, y) {
+    const lane = Math.floor((y - row.y) / line.toolLane);
+    const t = detail.tools.find((one) => one[2] === lane && inside(one[3], one[4]));
+    if (!t) return null;
+    const said = t[6] || (t[5] ? `answered ${whole(t[5])} tokens` : "the trajectory is done");
+    return { text: `the environment of trajectory ${t[0]}.${t[1]}\n${seconds(t[4] - t[3])}: ${said}`, group: t[0] };
+  },
   rewards(detail, inside, row, line, y) {
     const lane = Math.floor((y - row.y) / line.rewardLane);
     const r = detail.rewards.find((one) => one[2] === lane && inside(missing(one[3]) ? one[4] : one[3], one[5]));
