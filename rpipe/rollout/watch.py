@@ -23,12 +23,14 @@ from rpipe.core.events import (
     RequestRollout,
     RestartEngine,
     RolloutRequested,
+    ScoreTrajectory,
     SendGroup,
     ToolFinished,
     TrajectoryScored,
     TurnFinished,
     WeightsOffered,
 )
+from rpipe.core.types import TrajectoryId
 from rpipe.runtime.messages import StepReport, TrainerState
 from rpipe.runtime.progress import Progress, ProgressState
 from rpipe.runtime.scalars import Scalars
@@ -42,7 +44,9 @@ class Tally:
 
     started_t: float = 0.0
     rollout_s: float = 0.0
-    lengths: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)  # sampled tokens of each trajectory
+    sampled: dict[TrajectoryId, int] = field(default_factory=dict)  # of those that have not ended
+    turns: int = 0
     truncated: int = 0
     scored: int = 0
     rewards: list[float] = field(default_factory=list)
@@ -74,8 +78,11 @@ class Watch:
         tally = self._tally
         match what:
             case TurnFinished():
-                tally.lengths.append(what.output_tokens)
+                tally.turns += 1
+                tally.sampled[what.trajectory] = tally.sampled.get(what.trajectory, 0) + what.output_tokens
                 tally.truncated += what.finish != "stop"
+            case ScoreTrajectory():
+                tally.lengths.append(tally.sampled.pop(what.trajectory))
             case ToolFinished():
                 if what.error:
                     tally.failed_tools += 1
@@ -171,7 +178,7 @@ class Watch:
                 groups_trained=self._trainer.groups_consumed,
                 trajectories_done=tally.scored,
                 trajectories_total=tally.trajectories,
-                tokens_per_s=sum(tally.lengths) / elapsed_s if elapsed_s > 0 else 0.0,
+                tokens_per_s=(sum(tally.lengths) + sum(tally.sampled.values())) / elapsed_s if elapsed_s > 0 else 0.0,
                 trainer=self._trainer_words(),
                 reward_mean=self._reward,
                 held_out=self._held_out,
@@ -215,6 +222,8 @@ class Watch:
                 "reward/mean": statistics.fmean(tally.rewards),
                 "response/tokens_mean": statistics.fmean(tally.lengths),
                 "response/tokens_max": float(max(tally.lengths)),
+                "response/turns_mean": tally.turns / max(1, tally.trajectories),
+                "tools/failed": float(tally.failed_tools),
                 "response/truncation_rate": tally.truncated / len(tally.lengths),
                 "policy/loss": mean("loss"),
                 "policy/entropy": mean("entropy"),

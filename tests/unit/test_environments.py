@@ -8,6 +8,7 @@ import pytest
 from rpipe.core.types import Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
 from rpipe.rollout.environments import calculator
 from rpipe.rollout.held import HeldGroup, Part
+from tests.sim.simulated import config
 from tests.unit.test_rewards import with_pool
 
 PROMPT = Prompt("p", (7, 8), "2+3=", "5", "last_integer", {"level": 2})
@@ -65,6 +66,25 @@ def test_an_environment_sees_prompt_turns_and_metadata_and_ends_with_none():
     said = ask("repeats", ["hi"])
     assert (said.text, said.error) == ("2+3=|hi|25", "")
     assert (ask("repeats", ["hi", "a", "b"]).text, ask("repeats", ["hi", "a", "b"]).error) == (None, "")
+
+
+def test_the_built_in_one_is_found_by_its_short_name():
+    settings = config(rollout={"environment": "calculator", "max_turns": 2})
+    said = with_pool(lambda pool: pool.answer(settings.environment_function, PROMPT, ["<<2+3>>"]))
+    assert (said.text, said.error) == ("[5]", "")
+
+
+@pytest.mark.parametrize(
+    "rollout, words",
+    [
+        ({"max_turns": 2}, "rollout.max_turns = 2 wants rollout.environment"),
+        ({"environment": "calculator"}, "rollout.environment = calculator wants rollout.max_turns of at least 2"),
+        ({"environment": "calclator", "max_turns": 2}, "wanted: calculator or package.module:function"),
+    ],
+)
+def test_half_a_setting_is_refused(rollout, words):
+    with pytest.raises(ValueError, match=words):
+        config(rollout=rollout)
 
 
 @pytest.mark.parametrize(
