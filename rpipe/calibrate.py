@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     turns, batches = sum(len(s.turns) for s in seen), sum(len(s.batches) for s in seen)
     print(
         f"{turns} responses explained to {errors['engine']:.1%} of their tokens, {batches} micro-batches to"
-        f" {errors['trainer']:.1%} of their time; side by side both run at {errors['shared speed']:.0%} speed; {again}",
+        f" {errors['trainer']:.1%} of their time; side by side training runs at {errors['shared speed']:.0%} of its speed,"
+        f" engines at {errors['engine speed']:.0%}; {again}",
         file=sys.stderr,
     )
     return 0

@@ -60,7 +60,9 @@ class Host(Section):
     """Cores that engines and training ranks share, where they do (a CPU machine): who computes gets its share of them."""
 
     cores: Positive
-    engine_cores: Positive = 1.0  # what a busy engine keeps busy, its owner's loop included
+    engine_cores: Positive = 1.0  # what a busy engine keeps busy
+    engine_token_s: NotNegative = 0.0  # more, of a core for each token: who hands it on, from the engine to its owner
+    engine_weight: Positive = 1.0  # its speed over a trainer's where cores are short: who sleeps and wakes waits for a core
     trainer_cores: Positive = 1.0
 
 

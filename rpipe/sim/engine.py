@@ -60,10 +60,12 @@ class SimulatedEngine:
         prefill_batch_tokens: int = 8192,
         speculation: Speculation | None = None,
         slowdown: float = 1.0,
+        token_core_s: float = 0.0,
+        weight: float = 1.0,  # on its host
     ) -> None:
         self.kernel, self.host, self.costs = kernel, host, costs
         self.max_running, self.cores, self.prefill_batch_tokens = max_running, cores, prefill_batch_tokens
-        self.speculation = speculation
+        self.speculation, self.token_core_s, self.weight = speculation, token_core_s, weight
         self.cache = PrefixCache(costs.kv_tokens)
         self.retractions = 0
         self.steps = 0
@@ -150,7 +152,7 @@ class SimulatedEngine:
         if self._prefilling:
             fresh = sum(r.prompt_tokens + math.ceil(r.generated) - r.cached_tokens for r in self._prefilling)
             self._stride = 0
-            self._job = self.host.start(self.costs.prefill_s(fresh) * self.slowdown, self.cores, self._prefilled)
+            self._job = self.host.start(self.costs.prefill_s(fresh) * self.slowdown, self.cores, self._prefilled, self.weight)
             return
         if not self._running:
             self._job = None
@@ -160,7 +162,9 @@ class SimulatedEngine:
                 break  # nothing to retract: it alone is larger than the cache
             self._retract()
         self._stride = self._until_change()
-        self._job = self.host.start(self._stretch_s(self._stride), self.cores, self._decoded)
+        seconds = self._stretch_s(self._stride)
+        cores = self.cores + self.token_core_s * self._growth() * self._stride / seconds
+        self._job = self.host.start(seconds, cores, self._decoded, self.weight)
 
     def _growth(self) -> float:
         return len(self._running) * self._accepted()

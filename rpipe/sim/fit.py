@@ -5,10 +5,13 @@ Engine. While n requests run, each gains tokens at rate(n), and nothing while a 
     N - 1 = sum over the time from its first to its last token of  speed x dt x rate(n)  -  stalls x rate(n)
 
 with rate() linear between knots: least squares in its values, given the rest. `speed` is what cores shared with a busy trainer
-leave, a stall is prefill_s + prefill_token_s x its tokens; these three are searched for, so that the residual is least.
+leave; a stall is prefill_s + prefill_token_s x its tokens, both searched for, so that the residual is least. Runs with the
+stages apart say it best: where there are some, the others are left out.
 
 Trainer. A micro-batch's time x speed = micro_batch_s + trajectory_s x trajectories + token_s x tokens, least squares, never
-negative; several in one go through a pipeline as sim.costs.call_s has it. The speed is the engine's: one machine.
+negative; several in one go through a pipeline as sim.costs.call_s has it. The speed is searched for: the same work is seen
+with engines busy and idle. Engines' own speed follows from responses beside a trainer, at the rates found without one. What
+both leave of the cores is who hands tokens on from engine to owner (`engine_token_s`).
 
 Everything else is a median of what was seen. Responses and micro-batches that a first fit misses by far are left out of a
 second: another process had the core.
@@ -32,6 +35,8 @@ from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 LEAST_TURNS = 30
 OUTLIER = 4.0
+PARTS = ("idle_s", "busy_s", "stalls", "stall_tokens")
+APART = 0.05  # stages count as apart up to this share of the time
 TOGETHER_S = 0.006  # first tokens of one prefill reach the log at most so far apart
 SMOOTH = 0.02  # weight of a rate's bend against a token of error
 PREFILLS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
@@ -53,40 +58,50 @@ class EngineFit:
     error: float  # root mean square of tokens, over the root mean square of tokens
 
 
-def fit_engine(attempts: Sequence[Seen], sharing: bool, kept: NDArray[np.bool_] | None = None) -> EngineFit:
-    """`sharing`: engines and trainer may slow one another. `kept`: which responses count, from a first fit to all.
+def fit_engine(attempts: Sequence[Seen], speed: float, kept: NDArray[np.bool_] | None = None) -> EngineFit:
+    """`speed`: while a trainer computes. `kept`: which responses count, from a first fit to all.
 
     Raises FitError where there is too little to see."""
-    stretches = [t for seen in attempts for t in _turns(seen)]
+    every = [_turns(seen) for seen in attempts]
+    apart = [found for found in every if _busy_s(found) <= APART * sum(sum(t.idle_s.values()) for t in found)]
+    stretches = [t for found in (apart if sum(map(len, apart)) >= LEAST_TURNS else every) for t in found]
+    beside = [t for found in every if found not in apart for t in found]
     once = kept is not None
     rows = _Rows(stretches if kept is None else [s for s, keep in zip(stretches, kept) if keep])
     if rows.count < LEAST_TURNS:
         raise FitError(f"{rows.count} responses of several tokens; wanted: at least {LEAST_TURNS}")
-    speeds = [0.5 + 0.05 * i for i in range(11)] if sharing and rows.shares else [1.0]
-    prefill_s, token_s, speed = min(product(PREFILLS, TOKENS, speeds), key=lambda at: rows.solve(*at)[1])
-    widths = [0.02, 3e-4, 0.05]
+    prefill_s, token_s = min(product(PREFILLS, TOKENS), key=lambda at: rows.solve(at[0], at[1], speed)[1])
+    widths = [0.02, 3e-4]
     for _ in range(12):  # down from the grid's best, one at a time, in ever smaller steps
-        at, w = prefill_s, widths[0]
-        prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], max(at - w, 0.0), at + w)  # noqa: B023
-        at, w = token_s, widths[1]
-        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], max(at - w, 0.0), at + w)  # noqa: B023
-        if len(speeds) > 1:
-            at, w = speed, widths[2]
-            speed = least(lambda x: rows.solve(prefill_s, token_s, x)[1], max(at - w, 0.5), min(at + w, 1.0))  # noqa: B023
+        low, high = max(prefill_s - widths[0], 0.0), prefill_s + widths[0]
+        prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], low, high)  # noqa: B023
+        low, high = max(token_s - widths[1], 0.0), token_s + widths[1]
+        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], low, high)  # noqa: B023
         widths = [0.7 * w for w in widths]
     rates, error_tokens = rows.solve(prefill_s, token_s, speed)
     kept = rows.plausible(rates, prefill_s, token_s, speed)
     if not once and kept.sum() >= LEAST_TURNS and not kept.all():  # what another process disturbed says nothing of the engine
-        return fit_engine(attempts, sharing, kept)
-    steps = np.maximum.accumulate(1 / np.maximum(rates, 1e-6))  # a larger batch never takes a shorter step
+        return fit_engine(attempts, speed, kept)
+    steps: Array = np.maximum.accumulate(1 / np.maximum(rates, 1e-6))  # a larger batch never takes a shorter step
     return EngineFit(
         knots=rows.knots,
         step_s=tuple(float(s) for s in steps),
         prefill_s=prefill_s,
         prefill_token_s=token_s,
-        shared_speed=speed,
+        shared_speed=_shared_speed(beside, rows, (rates, prefill_s, token_s), speed),
         error=error_tokens / rows.scale,
     )
+
+
+def _shared_speed(beside: list[_Stretch], rows: _Rows, fitted: tuple[Array, float, float], otherwise: float) -> float:
+    """Of engines beside a trainer, by rates that were seen apart from it; `otherwise` where nothing was."""
+    if len(beside) < LEAST_TURNS:
+        return otherwise
+    rates, prefill_s, token_s = fitted
+    idle_s, busy_s, stalls, tokens = (rows.spread([getattr(t, name) for t in beside]) for name in PARTS)
+    made = np.array([t.tokens - 1 for t in beside]) - (idle_s - prefill_s * stalls - token_s * tokens) @ rates
+    alone = busy_s @ rates
+    return min(max(float(made @ alone) / max(float(alone @ alone), 1e-9), 0.3), 1.0)
 
 
 def least(error: Callable[[float], float], low: float, high: float, rounds: int = 14) -> float:
@@ -126,6 +141,10 @@ def _turns(seen: Seen) -> list[_Stretch]:
         prefills = _prefills(turns)
         found += [_stretch(t, running, training, prefills) for t in turns if t.output_tokens > 1 and t.end_t > t.first_t]
     return found
+
+
+def _busy_s(stretches: list[_Stretch]) -> float:
+    return sum(sum(t.busy_s.values()) for t in stretches)
 
 
 def trained(seen: Seen) -> list[Span]:
@@ -172,16 +191,15 @@ class _Rows:
             self.knots = (*self.knots, most)
         self.tokens: Array = np.array([s.tokens - 1 for s in stretches], np.float64)
         self.scale = float(np.sqrt(np.mean(self.tokens**2))) if self.count else 1.0
-        parts = [self._spread([getattr(s, name) for s in stretches]) for name in ("idle_s", "busy_s", "stalls", "stall_tokens")]
+        parts = [self.spread([getattr(s, name) for s in stretches]) for name in PARTS]
         self._parts = parts
-        self.shares = bool(parts[1].any())
         # Normal equations of every pair of parts, so that a guess costs no pass over the rows.
         self._pairs = np.array([[a.T @ b for b in parts] for a in parts])
         self._products = np.array([a.T @ self.tokens for a in parts])
         bends = self._second_differences()
         self._smooth: Array = SMOOTH**2 * self.count * bends.T @ bends
 
-    def _spread(self, rows: list[dict[int, float]]) -> Array:
+    def spread(self, rows: list[dict[int, float]]) -> Array:
         """Each amount shared between the two knots around its count."""
         out = np.zeros((len(rows), len(self.knots)))
         for row, amounts in enumerate(rows):
@@ -230,31 +248,39 @@ class TrainerFit:
     trajectory_s: float
     token_s: float
     step_s: float
+    shared_speed: float  # while an engine is busy
     error: float  # root mean square of a micro-batch's seconds, over their root mean square
 
 
-def fit_trainer(attempts: Sequence[Seen], shared_speed: float) -> TrainerFit:
-    """Raises FitError where there is too little to see."""
-    rows: list[list[float]] = []
-    works: list[float] = []
-    steps: list[float] = []
-    for seen in attempts:
-        rolling = Timeline(joined([(t.started_t, t.end_t) for t in seen.turns]))
-        for batch in seen.batches:
-            rows.append(_call(batch.micro_batches, seen.stages))
-            works.append(work_s((batch.started_t, batch.ended_t), rolling, shared_speed))
-        steps += [work_s(span, rolling, shared_speed) for span in seen.steps]
-    if len(rows) < 3 or not steps:
-        raise FitError(f"{len(rows)} micro-batches and {len(steps)} optimizer steps; wanted: at least 3 and 1")
-    matrix, target = np.array(rows), np.array(works)
-    found = nonnegative(matrix, target)
-    missed = np.abs(matrix @ found - target)
-    kept = missed <= OUTLIER * max(float(np.median(missed)), 1e-4)
-    if kept.sum() >= 3:
-        matrix, target = matrix[kept], target[kept]
-        found = nonnegative(matrix, target)
-    error = float(np.sqrt(np.mean((matrix @ found - target) ** 2) / np.mean(target**2)))
-    return TrainerFit(float(found[0]), float(found[1]), float(found[2]), statistics.median(steps), error)
+def fit_trainer(attempts: Sequence[Seen], sharing: bool) -> TrainerFit:
+    """`sharing`: engines and trainer may slow one another. Raises FitError where there is too little to see."""
+    rolling = [Timeline(joined([(t.started_t, t.end_t) for t in seen.turns])) for seen in attempts]
+    spans = [((b.started_t, b.ended_t), busy) for seen, busy in zip(attempts, rolling) for b in seen.batches]
+    steps = [(span, busy) for seen, busy in zip(attempts, rolling) for span in seen.steps]
+    if len(spans) < 3 or not steps:
+        raise FitError(f"{len(spans)} micro-batches and {len(steps)} optimizer steps; wanted: at least 3 and 1")
+    matrix = np.array([_call(b.micro_batches, seen.stages) for seen in attempts for b in seen.batches])
+    taken_s = np.array([end - start for (start, end), _ in spans])
+
+    def solve(speed: float) -> tuple[Array, float]:
+        """Costs, and the error in seconds as they were seen, not as they would have been alone."""
+        slower = taken_s / np.array([work_s(span, busy, speed) for span, busy in spans])
+        rows = matrix * slower[:, None]
+        weights = 1 / np.sqrt(taken_s)
+        found = nonnegative(rows * weights[:, None], taken_s * weights)
+        missed = np.abs(rows @ found - taken_s)
+        kept = missed <= OUTLIER * max(float(np.median(missed)), 1e-4)
+        if kept.sum() >= 3:
+            rows, weights = rows[kept], weights[kept]
+            found = nonnegative(rows * weights[:, None], taken_s[kept] * weights)
+        left = (rows @ found - (taken_s[kept] if kept.sum() >= 3 else taken_s)) * weights
+        return found, float(np.sqrt(np.mean(left**2) / np.mean(taken_s)))
+
+    shares = sharing and any(busy.at(span[0]) or busy.at(span[1]) for span, busy in spans)
+    speed = min((0.3 + 0.02 * i for i in range(36)), key=lambda s: solve(s)[1]) if shares else 1.0
+    found, error = solve(speed)
+    step_s = statistics.median(work_s(span, busy, speed) for span, busy in steps)
+    return TrainerFit(float(found[0]), float(found[1]), float(found[2]), step_s, speed, error)
 
 
 def _call(micro_batches: list[list[int]], stages: int) -> list[float]:
@@ -290,8 +316,8 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
     """`hardware` as a config has it, and how well it fits. `cores`: what engines and trainer share, or None.
 
     Raises FitError."""
-    engine = fit_engine(attempts, cores is not None)
-    trainer = fit_trainer(attempts, engine.shared_speed)
+    trainer = fit_trainer(attempts, cores is not None)
+    engine = fit_engine(attempts, trainer.shared_speed)
     idle_groups = [_arrival_s(seen) for seen in attempts]
     message_s = _median([s for seen in attempts for s in seen.confirm_s])
     base_s, each_s = burst_line([pair for seen in attempts for pair in bursts(seen)])
@@ -321,14 +347,36 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
     }
     if cores is not None:
-        # Who computes gets cores / demand: a training rank and an engine's scheduler are a thread each, the rest the engine's.
-        trainer_cores = 1.0
+        # A training rank is a thread, an engine's scheduler too; what hands tokens on is more: engines have what it leaves.
+        tokens_per_s, engines = shared_rate(attempts, engine)
+        left = max((cores - trainer.shared_speed) / engine.shared_speed, engines)
         tree["host"] = {
             "cores": cores,
-            "engine_cores": _short(max(cores / engine.shared_speed - trainer_cores, 1.0)),
-            "trainer_cores": trainer_cores,
+            "engine_cores": 1.0,
+            "engine_token_s": _short((left - engines) / tokens_per_s) if tokens_per_s and trainer.shared_speed < 1.0 else 0.0,
+            "engine_weight": _short(engine.shared_speed / trainer.shared_speed),
+            "trainer_cores": 1.0,
         }
-    return tree, {"engine": engine.error, "trainer": trainer.error, "shared speed": engine.shared_speed}
+    speeds = {"shared speed": trainer.shared_speed, "engine speed": engine.shared_speed}
+    return tree, {"engine": engine.error, "trainer": trainer.error, **speeds}
+
+
+def shared_rate(attempts: Sequence[Seen], fit: EngineFit) -> tuple[float, float]:
+    """While a trainer computes beside engines: tokens a second that they would make alone, and how many are busy."""
+    tokens = busy_s = engine_s = 0.0
+    for seen in attempts:
+        training = Timeline(joined(trained(seen)))
+        lines = [[(t.first_t, t.end_t) for t in seen.turns if t.engine == e] for e in sorted({t.engine for t in seen.turns})]
+        for spans in lines:
+            running = Timeline(spans)
+            for start, end in joined(spans):
+                for a, b, count in running.pieces(start, end):
+                    shared_s = sum(d - c for c, d, active in training.pieces(a, b) if active)
+                    tokens += shared_s * count / float(np.interp(count, fit.knots, fit.step_s))
+                    engine_s += shared_s
+        whole = joined([span for spans in lines for span in spans])
+        busy_s += sum(d - c for start, end in whole for c, d, active in training.pieces(start, end) if active)
+    return (tokens / busy_s, engine_s / busy_s) if busy_s else (0.0, 0.0)
 
 
 BURST_S = 0.005  # requests sent at one moment are logged at most so far apart

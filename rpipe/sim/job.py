@@ -97,6 +97,8 @@ class RolloutSide:
                 hardware.prefill_batch_tokens,
                 config.workload.speculation if config.workload else None,
                 hardware.slow_engines.get(index, 1.0),
+                shared.engine_token_s if shared else 0.0,
+                shared.engine_weight if shared else 1.0,
             )
             for index in range(config.engines)
         ]
@@ -104,7 +106,7 @@ class RolloutSide:
         self._next_group = 0
         self._turns: dict[TrajectoryId, Turn] = {}
         self._bursts: dict[int, list[Turn]] = {}  # sent at this moment, by engine
-        self._taken_t = [0.0] * config.engines  # until when each engine takes requests in
+        self._intakes = [Replica(kernel, job.host, 1.0) for _ in range(config.engines)]  # take requests in
         self._lives = [0] * config.engines  # how often each engine was lost
         self._reward_free_t = [0.0] * config.reward.workers  # heap
         self._publish_s = publish_s(config)
@@ -227,13 +229,14 @@ class RolloutSide:
             self.kernel.after(0.0, lambda: self._submit(command.engine))
 
     def _submit(self, engine: int) -> None:
-        """A burst reaches the engine as a whole, when the last of it is taken in."""
+        """A burst reaches the engine as a whole, when the last of it is taken in: a core's work, one burst after another."""
         hardware, burst = self.job.hardware, self._bursts.pop(engine)
-        taken_t = max(self._taken_t[engine], self.kernel.now) + len(burst) * hardware.request_each_s
-        self._taken_t[engine] = taken_t
-        for turn in burst:
-            submit = partial(self.engines[engine].submit, turn.request)
-            self._later(turn, submit, taken_t - self.kernel.now + hardware.request_s)
+
+        def taken() -> None:
+            for turn in burst:
+                self._later(turn, partial(self.engines[engine].submit, turn.request), hardware.request_s)
+
+        self._intakes[engine].give(Work(len(burst) * hardware.request_each_s, lambda began: taken()))
 
     def _later(self, turn: Turn, then: Callable[[], None], seconds: float) -> None:
         """On the way to or from the engine; what was on its way to a lost one is gone."""

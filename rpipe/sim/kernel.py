@@ -61,16 +61,16 @@ class Kernel:
 class Job:
     """Work on a host; `work_s` in all, in seconds of a free machine."""
 
-    __slots__ = ("cores", "done", "done_s", "since_t", "timer", "work_s")
+    __slots__ = ("cores", "done", "done_s", "since_t", "speed", "timer", "weight", "work_s")
 
-    def __init__(self, work_s: float, cores: float, done: Action, now: float) -> None:
-        self.work_s, self.cores, self.done = work_s, cores, done
-        self.done_s, self.since_t = 0.0, now
+    def __init__(self, work_s: float, cores: float, done: Action, now: float, weight: float) -> None:
+        self.work_s, self.cores, self.done, self.weight = work_s, cores, done, weight
+        self.done_s, self.since_t, self.speed = 0.0, now, 1.0
         self.timer = Timer(None)
 
 
 class Host:
-    """Everyone at full speed while the cores suffice (`cores` None: always), else all at the same share of it.
+    """Everyone at full speed while the cores suffice (`cores` None: always), else at speeds in proportion to their weights.
 
     O(1) a job without a limit, O(jobs) with one.
     """
@@ -78,11 +78,10 @@ class Host:
     def __init__(self, kernel: Kernel, cores: float | None = None) -> None:
         self.kernel, self.cores = kernel, cores
         self._jobs: dict[Job, None] = {}
-        self._speed = 1.0
 
-    def start(self, work_s: float, cores: float, done: Action) -> Job:
+    def start(self, work_s: float, cores: float, done: Action, weight: float = 1.0) -> Job:
         """`done` is called when the work is done."""
-        job = Job(work_s, cores, done, self.kernel.now)
+        job = Job(work_s, cores, done, self.kernel.now, weight)
         if self.cores is not None:
             self._jobs[job] = None
             self._share()
@@ -91,7 +90,7 @@ class Host:
 
     def worked_s(self, job: Job) -> float:
         """How much of its work is done by now."""
-        return job.done_s + (self.kernel.now - job.since_t) * self._speed
+        return job.done_s + (self.kernel.now - job.since_t) * job.speed
 
     def cancel(self, job: Job) -> None:
         """It will never be done."""
@@ -112,7 +111,7 @@ class Host:
 
     def _arm(self, job: Job) -> None:
         job.timer.cancel()
-        job.timer = self.kernel.after(max(job.work_s - job.done_s, 0.0) / self._speed, lambda: self._end(job))
+        job.timer = self.kernel.after(max(job.work_s - job.done_s, 0.0) / job.speed, lambda: self._end(job))
 
     def _end(self, job: Job) -> None:
         if self.cores is not None:
@@ -122,11 +121,22 @@ class Host:
 
     def _share(self) -> None:
         assert self.cores is not None
-        speed = min(1.0, self.cores / max(sum(job.cores for job in self._jobs), 1e-9))
-        if speed == self._speed:
-            return
-        for job in self._jobs:
-            self._settle(job)
-        self._speed = speed
-        for job in self._jobs:
-            self._arm(job)
+        for job, speed in _speeds(list(self._jobs), self.cores):
+            if speed != job.speed:
+                self._settle(job)
+                job.speed = speed
+                self._arm(job)
+
+
+def _speeds(jobs: list[Job], cores: float) -> list[tuple[Job, float]]:
+    """Nobody above full speed; what they leave is the others'."""
+    full: list[Job] = []
+    slowed = jobs
+    while slowed:
+        share = (cores - sum(job.cores for job in full)) / sum(job.weight * job.cores for job in slowed)
+        fast = [job for job in slowed if share * job.weight >= 1.0]
+        if not fast:
+            return [*((job, 1.0) for job in full), *((job, share * job.weight) for job in slowed)]
+        full += fast
+        slowed = [job for job in slowed if share * job.weight < 1.0]
+    return [(job, 1.0) for job in full]
