@@ -128,9 +128,14 @@ install_cuda_engine() {  # unrun: SGLang's own torch does not share an environme
     say "set engine.python=$here/.venv-engine/bin/python in your run files"
 }
 
-two_ranks() {
-    env OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 60 "$1" -n 2 --oversubscribe --bind-to none \
-        "$venv/bin/python" -m mpi4py -c 'from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2' >"$venv/mpi.log" 2>&1
+two_ranks() {  # sockets in a folder of its own, as rpipe/runtime/mpirun.py says
+    local sockets=$(mktemp -d) met=0
+    env PRTE_MCA_prte_tmpdir_base="$sockets" OMPI_MCA_orte_tmpdir_base="$sockets" \
+        OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 timeout 60 "$1" -n 2 --oversubscribe --bind-to none \
+        "$venv/bin/python" -m mpi4py -c 'from mpi4py import MPI; assert MPI.COMM_WORLD.allreduce(1) == 2' \
+        >"$venv/mpi.log" 2>&1 || met=$?
+    rm -rf "$sockets"
+    return $met
 }
 
 check_mpi() {  # a site's Open MPI must work with mpi4py's wheel; else ours takes its place

@@ -122,7 +122,8 @@ def check_mpi() -> list[Check]:
     except mpirun.LaunchError as error:
         return [Check("MPI", "missing", str(error), SETUP)]
     command = starter.command(2, [sys.executable, "-m", "mpi4py", "-c", MPI])
-    found, words = probe(command, mpirun.mpi_environment())
+    with starter.environment() as told:
+        found, words = probe(command, told)
     remedy = f"load the site's Open MPI, or {SETUP}"
     if found is None:
         return [Check("MPI", "wrong", f"{starter.path}: {words}", f"two ranks did not meet: {remedy}")]
@@ -227,7 +228,8 @@ def check_links() -> list[Check]:
         "--accelerator", accelerator, "--bytes", str(LINK_BYTES[accelerator]),
     ]  # fmt: skip
     command = [*starter.srun, *allocation.Plan(found, seats).srun_words(program)]
-    told, words = probe(command, mpirun.mpi_environment())
+    with starter.environment() as environment:
+        told, words = probe(command, environment)
     if told is None:
         return [Check("links between nodes", "wrong", words, "docs/slurm.md, When hosts do not meet", needed=False)]
     return link_rows([Link(*link) for link in told["links"]], told["all_reduce_bytes_per_s"], told["backend"])

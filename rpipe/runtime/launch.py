@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -110,10 +109,10 @@ def _job(config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir
         command = [*starter.srun, *plan.srun_words(program)]
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     env = mpirun.job_environment(config.cluster, uuid.uuid4().hex, columns)
-    with tempfile.TemporaryDirectory(prefix="rpipe-mpi-", ignore_cleanup_errors=True) as sockets:
+    with starter.environment() as told:
         return supervise(
             command,
-            {**env, **(mpirun.session_environment(sockets) if starter.kind == "mpirun" else {})},
+            {**env, **told},
             run.attempt_path / "job.log",
             config.limits.stop_s,
             role=lambda rank: "rollout" if rank < rollout else "training",

@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +42,26 @@ class Starter:
         # kill-on-bad-exit: else a rank that dies leaves the others hanging until walltime.
         # cpu-bind=none: a rank and its engine would share one pinned core.
         return [self.path, "--mpi=pmix", "--kill-on-bad-exit=1", "--cpu-bind=none"]
+
+    @contextmanager
+    def environment(self) -> Iterator[dict[str, str]]:
+        """What Open MPI must be told, as long as its ranks run; and a folder for mpirun's sockets, gone afterwards.
+
+        Left alone Open MPI 5 and 4 name a folder in /tmp by mpirun's process number: what a killed job leaves there stops the
+        next one of that number ("listener thread failed to start").
+        """
+        told = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers; Open MPI refuses root otherwise
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT": "1",
+            "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: a waiting rank gives way
+        }
+        if self.kind == "srun":
+            yield told
+            return
+        with tempfile.TemporaryDirectory(prefix="rpipe-mpi-", ignore_cleanup_errors=True) as sockets:
+            yield {**told, "PRTE_MCA_prte_tmpdir_base": sockets, "OMPI_MCA_orte_tmpdir_base": sockets}
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
         """The argument vector that starts `ranks` copies of `program`."""
@@ -72,27 +94,9 @@ def slurm_mpi(srun: str) -> list[str]:
     return sorted({word for word in words if word.startswith(("pmi", "cray", "none", "openmpi"))})
 
 
-def mpi_environment() -> dict[str, str]:
-    """What Open MPI needs to be told, in a job and in doctor's round trip."""
-    return {
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",  # containers; Open MPI refuses root otherwise
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT": "1",
-        "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: a waiting rank gives way
-    }
-
-
-def session_environment(folder: str) -> dict[str, str]:
-    """Where Open MPI 5 and 4 keep a job's sockets. Left alone they name a folder in /tmp by mpirun's process number: what a
-    killed job leaves there stops the next one of that number ("listener thread failed to start")."""
-    return {"PRTE_MCA_prte_tmpdir_base": folder, "OMPI_MCA_orte_tmpdir_base": folder}
-
-
 def job_environment(cluster: Cluster, job: str, columns: int | None) -> dict[str, str]:
-    """The whole environment of a job's ranks. `columns`: the terminal's width, None where output is no terminal."""
+    """A job's environment, to which `Starter.environment` comes. `columns`: the terminal's width, None where there is none."""
     env = dict(os.environ)
-    env.update(mpi_environment())
     env.update(
         RPIPE_JOB=job,  # marks every process of the job, so that none is left behind
         OMP_NUM_THREADS=str(cluster.threads_per_rank),

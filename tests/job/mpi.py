@@ -12,10 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from rpipe.runtime.mpirun import session_environment
+from rpipe.runtime.mpirun import Starter
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,9 +30,6 @@ def environment(**extra: str) -> dict[str, str]:
     """One thread a rank, loopback, no network, no compiler."""
     return {
         **os.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
@@ -55,21 +51,13 @@ def free_port() -> int:
 
 def run_mpi(n: int, script: str | Path, *args: str, timeout_s: float = 120.0, env: dict[str, str] | None = None) -> str:
     """Run `script` (relative to the repository) on n ranks; returns what they printed. AssertionError on failure or timeout."""
-    command = [
-        mpirun(),
-        "-n",
-        str(n),
-        "--oversubscribe",
-        "--bind-to",
-        "none",
-        sys.executable,
-        "-m",
-        "mpi4py",
-        str(ROOT / script),
-        *args,
-    ]
-    with tempfile.TemporaryDirectory(prefix="rpipe-mpi-", ignore_cleanup_errors=True) as sockets:
-        return _run(command, environment(**session_environment(sockets), **(env or {})), timeout_s)
+    starter = Starter("mpirun", mpirun())
+    with starter.environment() as told:
+        return _run(
+            starter.command(n, [sys.executable, "-m", "mpi4py", str(ROOT / script), *args]),
+            environment(**told, **(env or {})),
+            timeout_s,
+        )
 
 
 def _run(command: list[str], env: dict[str, str], timeout_s: float) -> str:

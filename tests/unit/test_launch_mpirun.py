@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpipe import config
+from rpipe import config, doctor
 from rpipe.config import Cluster
 from rpipe.runtime import launch, mpirun
 from rpipe.runtime.mpirun import LaunchError, Starter
@@ -85,3 +85,19 @@ def test_mpirun_keeps_its_sockets_in_a_folder_of_the_jobs_own(tmp_path, monkeypa
     for _ in range(2):
         launch._job(settings, Starter("mpirun", "/mpirun"), None, RunDir(tmp_path, 1), "rpipe.train")
     assert len(set(seen)) == 2 and not any(path.exists() for path in seen)
+
+
+def test_doctors_two_ranks_meet_in_a_folder_of_their_own_and_srun_is_told_of_none(tmp_path, monkeypatch):
+    seen: list[str] = []
+
+    def probed(command, extra):
+        seen.append(extra["PRTE_MCA_prte_tmpdir_base"])
+        assert extra["OMPI_ALLOW_RUN_AS_ROOT"] == "1" and Path(seen[0]).is_dir()
+        return {"size": 2, "sum": 3, "library": "x"}, ""
+
+    monkeypatch.setattr(doctor, "probe", probed)
+    monkeypatch.setattr(mpirun, "find", lambda: Starter("mpirun", "/mpirun"))
+    assert [check.state for check in doctor.check_mpi()] == ["ok"]
+    assert seen and not Path(seen[0]).exists()
+    with Starter("srun", "/srun").environment() as told:
+        assert "PRTE_MCA_prte_tmpdir_base" not in told and told["OMPI_MCA_mpi_yield_when_idle"] == "1"
