@@ -3,6 +3,8 @@
     checkpoints/iteration-000004             whole: its manifest was written last, then it was renamed to this
     checkpoints/iteration-000006.attempt-2   attempt 2 writes it, or died writing it
     checkpoints/iteration-000006.damaged     set aside because it was not what its manifest says
+    checkpoints/iteration-000006.replaced    moved aside for a newer one of its iteration; the next attempt finds it again
+                                             where that one did not get its place (RunDir.put_back)
 
 The manifest (`complete.json`) holds every file's size and CRC-32. An attempt writes under a name of its own and gives the
 checkpoint its place only while the run directory is still its own: an orphan of an older attempt can neither
@@ -21,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rpipe.runtime.claim import require
-from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.rundir import REPLACED, RunDir
 
 MANIFEST = "complete.json"
 READ_BYTES = 8 << 20
@@ -44,7 +46,7 @@ def begin(run: RunDir, iteration: int) -> Path:
     """The folder that this attempt writes to; what it or older ones left half-written is removed. Raises ClaimLost."""
     require(run)
     for entry in run.checkpoints.glob("iteration-*.*") if run.checkpoints.is_dir() else ():
-        found = re.fullmatch(r"iteration-\d{6}\.(?:attempt-(\d+).*|old)", entry.name)
+        found = re.fullmatch(r"iteration-\d{6}\.(?:attempt-(\d+).*|old|replaced)", entry.name)
         if found and int(found.group(1) or 0) <= run.attempt:
             shutil.rmtree(entry, ignore_errors=True)
     return part(run, iteration)
@@ -58,12 +60,11 @@ def publish(run: RunDir, iteration: int, keep: int) -> Path:
     """Give what `begin` named its place, then keep the newest `keep` only. Raises ClaimLost."""
     require(run)
     place = run.checkpoint(iteration)
-    old = place.with_name(place.name + ".old")
     if place.exists():  # an attempt that fell back trained this iteration again
-        os.rename(place, old)
+        os.rename(place, place.with_name(place.name + REPLACED))
     os.rename(part(run, iteration), place)
     sync(run.checkpoints)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(place.with_name(place.name + REPLACED), ignore_errors=True)
     for entry in [*run.checkpoints_found()[keep:], *run.checkpoints.glob("iteration-*.damaged")]:
         if entry.name[: len(place.name)] <= place.name:
             _remove(entry)

@@ -114,13 +114,14 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
         held = f"{len(before)} attempt{'s' if len(before) > 1 else ''}"
         raise LaunchError(f"run.resume = never, but {path} holds {held}; wanted: another run.dir, or run.resume=auto to go on")
     run = RunDir(path, before[-1] + 1 if before else 1)
-    if run.checkpoints_found():
-        _same_run(run, config)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
     try:
+        run.put_back()
+        if run.checkpoints_found():
+            _same_run(run, config)
+        config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
         run.attempt_path.mkdir()
         for place in (run.config, run.attempt_path / "config.yaml"):
-            place.write_text(configs.dump(config))
+            _settle(place, configs.dump(config).encode(), run.attempt)
     except OSError as error:
         raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return run, config
@@ -232,14 +233,22 @@ def _kernel() -> str:
 
 
 def _write(path: Path, mine: Claim) -> Claim:
-    new = path / f".claim-{mine.attempt}"
     try:
-        new.write_bytes(msgspec.json.encode(mine))
-        os.replace(new, path / "claim.json")
+        _settle(path / "claim.json", msgspec.json.encode(mine), mine.attempt)
     except OSError as error:
         if not mine.ended:
             raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return mine
+
+
+def _settle(place: Path, data: bytes, attempt: int) -> None:
+    """Old or new, but never half: on the disk before it takes its name. Raises OSError."""
+    draft = place.with_name(f".{place.stem}-{attempt}")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, place)
 
 
 @contextmanager

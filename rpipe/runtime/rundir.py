@@ -19,6 +19,7 @@ from rpipe.config import Config
 from rpipe.data import gguf_model
 
 HANG_FILE = "hang"
+REPLACED = ".replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,10 @@ class RunDir:
         """Complete or not, newest first; half-written ones have another name."""
         found = self.checkpoints.glob("iteration-*") if self.checkpoints.is_dir() else []
         return sorted((p for p in found if re.fullmatch(r"iteration-\d{6}", p.name)), reverse=True)
+
+    def put_back(self) -> None:
+        """A checkpoint that was moved aside for a newer one of its iteration, where death came before that one's rename."""
+        for aside in self.checkpoints.glob(f"iteration-*{REPLACED}") if self.checkpoints.is_dir() else ():
+            place = aside.with_suffix("")
+            if not place.exists():
+                aside.rename(place)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from rpipe import config
 from rpipe.runtime import checkpoints, claim
 from rpipe.runtime.claim import Claim, ClaimLost
+from rpipe.runtime.mpirun import LaunchError
 from rpipe.runtime.rundir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def owned(path: Path, attempt: int) -> RunDir:
@@ -124,3 +131,50 @@ def test_a_checkpoint_of_the_same_iteration_is_replaced(tmp_path):
     saved(run, 1, text="old")
     assert (saved(run, 1, text="new") / "__0_0.distcp").read_text() == "new"
     assert names(run) == ["iteration-000001"]
+
+
+DIES = """
+import os, sys
+from pathlib import Path
+from rpipe.runtime import checkpoints
+from rpipe.runtime.rundir import RunDir
+
+rename = os.rename
+def die(here, there):
+    if ".attempt-" in str(here):
+        os._exit(9)
+    rename(here, there)
+os.rename = die
+checkpoints.publish(RunDir(Path(sys.argv[1]), 1), 1, 2)
+"""
+
+
+def test_death_between_a_replacements_two_renames_leaves_the_older_to_the_next_attempt(tmp_path):
+    run = owned(tmp_path, 1)
+    saved(run, 1, text="old")
+    write(checkpoints.begin(run, 1), "new")
+    assert subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, timeout=60).returncode == 9
+    assert run.checkpoints_found() == []
+    (tmp_path / "attempt-1").mkdir()
+    (tmp_path / "claim.json").unlink()  # its holder has died
+    settings = {"model": {"make": {}}, "data": {"train": {"kind": "sums"}}, "run": {"dir": str(tmp_path)}}
+    with claim.claim(config.parse(settings, "test")) as (second, _):
+        (found,) = second.checkpoints_found()
+        assert whole(found) == "" and (found / "__0_0.distcp").read_text() == "old"
+        assert (saved(second, 1, text="again") / "__0_0.distcp").read_text() == "again"
+    assert names(run) == ["iteration-000001"]
+
+
+def test_a_full_disk_leaves_the_resolved_config_as_it_was(tmp_path, monkeypatch):
+    settings = config.parse({"model": {"make": {}}, "data": {"train": {"kind": "sums"}}, "run": {"dir": str(tmp_path)}}, "test")
+    with claim.claim(settings):
+        pass
+    before = (tmp_path / "config.yaml").read_bytes()
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(LaunchError, match="cannot be written: No space left on device"), claim.claim(settings):
+        pass
+    assert (tmp_path / "config.yaml").read_bytes() == before
