@@ -13,6 +13,7 @@ from typing import Any
 Function = Callable[[str, str, str, Mapping[str, Any]], float]
 
 CHEAP = ("exact_match", "last_integer")  # microseconds: many may wait in one worker's pipe
+LARGEST = 1e30  # beyond it means and deviations overflow
 
 # A number as people write it; "-" is a sign unless it follows something that it could be subtracted from.
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")

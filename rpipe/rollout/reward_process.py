@@ -14,9 +14,10 @@ import signal
 import time
 from collections import deque
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from rpipe.rollout.reward_functions import CHEAP
+from rpipe.rollout.reward_functions import CHEAP, LARGEST
 
 _LAST_WORDS_S = 0.5
 _PIPELINED = 32  # cheap calls in one worker's pipe
@@ -136,7 +137,7 @@ class Worker(asyncio.SubprocessProtocol):
         for line in lines:
             try:
                 self._received(json.loads(line))
-            except (ValueError, TypeError, IndexError, KeyError):  # a function wrote into our pipe
+            except (ValueError, TypeError, IndexError, RecursionError):  # a function wrote into our pipe
                 if not self.hello.done():  # no worker of ours: leave it the moment to say why it ends
                     self._loop.call_later(_LAST_WORDS_S, self._give_up)
                     return
@@ -147,7 +148,7 @@ class Worker(asyncio.SubprocessProtocol):
 
     def _received(self, message: Any) -> None:
         if isinstance(message, int):
-            self._inner = message
+            self._inner = self._child(message)
         elif isinstance(message, dict):
             if not self.hello.done():
                 self.hello.set_result(message)
@@ -155,12 +156,30 @@ class Worker(asyncio.SubprocessProtocol):
             number, reward, started, ended, error, last, text = message
             if number != self.calls[0].number:
                 raise ValueError("out of order")
+            now = time.monotonic()
+            if not (abs(reward) < LARGEST and started <= ended <= now and isinstance(error, str)):  # NaN, too
+                raise ValueError("no score")
+            if not (text is None or isinstance(text, str)):
+                raise ValueError("no text")
             call = self.calls.popleft()
-            self._first_since = time.monotonic()
+            self._first_since = now
             if not call.reply.done():
                 call.reply.set_result(Score(float(reward), started, ended, error, text))
             if last:
                 self._give_up()
+
+    def _child(self, pid: int) -> int:
+        """What is to be killed with the worker: its own child. Raises ValueError where a function names another process. The
+        line may come after the hello: two processes write."""
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except OSError:
+            if pid <= 0:
+                raise ValueError("no process") from None
+            return self._inner  # it has ended
+        if parent != self._transport.get_pid():
+            raise ValueError("not its child")
+        return pid
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         if fd == 1:  # where it closed its pipe and lives on

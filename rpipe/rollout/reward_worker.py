@@ -24,7 +24,6 @@ from rpipe.rollout import reward_functions
 
 _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
-_LARGEST = 1e30  # beyond it means and deviations overflow
 _MOST_CHARACTERS = 300  # of an error
 _MOST_FILES = 256
 _MOST_FILE_BYTES = 64 << 20
@@ -87,7 +86,7 @@ def _call(
         if value is None or (isinstance(value, str) and value):
             return value, "", False
         return None, _line(f"reward {name} returned {value!r}; wanted: a text, or None where the trajectory is done"), False
-    if not abs(reward) < _LARGEST:  # NaN, too
+    if not abs(reward) < reward_functions.LARGEST:  # NaN, too
         return None, f"reward {name} returned {reward}; wanted: a finite number", False
     return reward, "", False
 

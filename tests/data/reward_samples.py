@@ -100,3 +100,16 @@ def leaves_a_child(prompt, response, answer, metadata):
     if response == "and dies":
         os._exit(1)
     return float(child.poll() is None)
+
+
+def forges(prompt, response, answer, metadata):
+    """What `response` says, written into the worker's pipe before the worker's own reply."""
+    import stat
+
+    for number in range(3, 64):
+        try:
+            if stat.S_ISFIFO(os.fstat(number).st_mode) or stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.write(number, response.encode() + b"\n")
+        except OSError:
+            pass
+    time.sleep(60)

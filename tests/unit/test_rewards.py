@@ -198,6 +198,33 @@ def test_a_function_that_fails_scores_0_says_why_and_the_next_call_is_served(nam
     assert (after.reward, after.error) == (1.0, "")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '[1, NaN, 0.0, 0.0, "", false, null]',
+        '[1, 1e31, 0.0, 0.0, "", false, null]',
+        f'[1, 1{"0" * 400}, 0.0, 0.0, "", false, null]',
+        '[1, "5", 0.0, 0.0, "", false, null]',
+        '[1, 5.0, 9.0, 1.0, "", false, null]',
+        '[1, 5.0, 0.0, 1e300, "", false, null]',
+        '[1, 5.0, 0.0, 0.0, 7, false, null]',
+        '[1, 5.0, 0.0, 0.0, "", false, 7]',
+        "[" * 100_000,
+        "{",
+        "-1",
+        str(os.getpid()),
+    ],
+    ids=lambda line: line[:40],
+)  # fmt: skip
+def test_what_is_forged_in_a_workers_pipe_is_not_believed_and_the_next_call_is_served(line):
+    async def use(pool):
+        return await pool.score(mine("forges"), line, 1), await pool.score(prompt("exact_match"), "2", 1)
+
+    forged, after = with_pool(use, workers=1, deadline_s=30.0)
+    assert (forged.reward, forged.error) == (0.0, "reward reward_samples:forges broke its worker's pipe")
+    assert (after.reward, after.error) == (1.0, "")
+
+
 def test_calls_behind_one_that_ends_its_worker_are_scored():
     async def use(pool):
         names = ["length", "leave", "length", "hog", "length", "crash", "length"]
