@@ -18,7 +18,7 @@ from rpipe.sim.costs import described, hardware_of
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.run import Result, simulate
 
-EXAMPLE = "rpipe simulate configs/sim/long-tail-a100.yaml admission.frontier_groups=4"
+EXAMPLE = "rpipe simulate configs/sim/sweep-base.yaml admission.frontier_groups=4"
 SHOW_EVERY_S = 0.5
 
 

@@ -159,9 +159,11 @@ def _micro_batch(r: Record, target: Target) -> str:
 
 
 def _step_done(r: Record, _: Target) -> str:
-    loss, norm = (f"{r[key]:.4g}" if r[key] is not None else "not finite" for key in ("loss", "grad_norm"))
-    skipped = " SKIPPED: a gradient was not finite;" if r["skipped"] else ""
-    return f"step {r['step']} done in {r['t'] - r['started_t']:.3f} s;{skipped} loss {loss}, gradient norm {norm}"
+    said = f"step {r['step']} done in {r['t'] - r['started_t']:.3f} s"
+    if r["skipped"]:
+        said += "; SKIPPED: a gradient was not finite"
+    figures = [f"{name} {r[key]:.4g}" for key, name in (("loss", "loss"), ("grad_norm", "gradient norm")) if r[key] is not None]
+    return "; ".join([said, *([", ".join(figures)] if figures else [])])  # a simulated step has none
 
 
 def _lost(r: Record, target: Target) -> str:

@@ -5,7 +5,7 @@
 One base case (configs/sim/sweep-base.yaml: a reasoning workload on A100 nodes, rollout and training about in balance); each
 picture varies one thing: R, K, U, F_w, correlation of siblings' lengths, rollout / train ratio. Lines are time from rollout
 start to train end as a share of serial mode's, mean and range over seeds; under 1 is a gain. The second iteration counts: the
-soft frontier goes by the rates of the one before. All simulated, on an uncalibrated profile.
+soft frontier knows both stages' rates by then. All simulated, on an uncalibrated profile.
 """
 
 from __future__ import annotations
