@@ -6,6 +6,7 @@ Starts fast and without torch: each command imports what it needs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -39,6 +40,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _run(words)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader went (`| head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
+        return 0
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["report"]:
         from rpipe.report import main as report
 

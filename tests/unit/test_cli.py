@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rpipe import cli
+from rpipe import cli, config
+from rpipe.simulate import EXAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "mpi4py", "transformers", "pydantic", "numpy", "rich", "yaml")
@@ -65,3 +66,18 @@ def test_a_config_mistake_is_one_line_and_2(tmp_path: Path, capsys: pytest.Captu
     assert printed.err.startswith(f"{file}: rollout.groups: unknown key")
     assert cli.main(["train", str(tmp_path / "none.yaml")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    """As `rpipe story RUN 12 --json | head` does."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "import sys; from rpipe import cli; sys.exit(cli.main(['version']))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_example_that_help_names_can_be_simulated() -> None:
+    _, _, file, *overrides = EXAMPLE.split()
+    assert config.load(ROOT / file, overrides).workload
