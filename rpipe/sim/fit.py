@@ -325,7 +325,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
     tree: dict[str, Any] = {
         "name": name,
         "source": source,
-        "calibrated": True,
+        "calibrated": not any(seen.simulated for seen in attempts),
         "engine": {
             "decode_step_s": [[n, _short(s)] for n, s in zip(engine.knots, engine.step_s)],
             "prefill_s": _short(engine.prefill_s),

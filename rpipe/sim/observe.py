@@ -37,6 +37,7 @@ class SeenBatch:
 class Seen:
     """One attempt. Latencies are lists, to take medians of."""
 
+    simulated: bool = False
     stages: int = 1  # of the trainer's pipeline
     turns: list[SeenTurn] = field(default_factory=list)
     batches: list[SeenBatch] = field(default_factory=list)
@@ -83,6 +84,8 @@ class _Reader:
 
     def _take(self, r: dict[str, Any]) -> None:
         match r["kind"]:
+            case "Simulated":
+                self.seen.simulated = True
             case "RolloutRequested":
                 self.prompt_tokens.update({spec["group"]: spec["prompt_tokens"] for spec in r["groups"]})
                 if r["version"] in self.confirm_t:
