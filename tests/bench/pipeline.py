@@ -56,6 +56,11 @@ ARMS: dict[str, list[str]] = {
     "hard frontier": ["pipeline.mode=fifo", "admission.policy=frontier"],
     "soft frontier": ["pipeline.mode=fifo", "admission.policy=soft_frontier"],
 }
+BEST = "soft frontier"
+WITHIN = 1.15  # of the bound, in every setting
+OF_SERIAL = {"equal-32": 0.69, "equal-96": 0.62}
+WAIT_OF_SERIAL = {"trainer-bound-32": 0.4}
+NOT_SLOWER_THAN_CGP = ("rollout-bound-32",)
 STREAMED = ("cgp", "hard frontier", "soft frontier")
 TIMES = ("rollout_s", "train_busy_s", "rollout_to_train_end_s", "first_dispatch_s")
 KEPT = (*TIMES, "waiting_ratio_start", "waiting_ratio_busy", "generated_tokens", "trajectories", "steps")
@@ -176,7 +181,29 @@ def table(setting: str, rows: Rows) -> str:
     lines.append(f"{'':14} " + " ".join(f"{title:>26}" for title in titles.values()))
     for arm in ARMS:
         lines.append(f"{arm:14} " + " ".join(f"{Told.of([row[key] for row in rows[arm]])!s:>26}" for key in titles))
-    return "\n".join(lines)
+    return "\n".join([*lines, *verdicts(setting, rows, limits["bound"])])
+
+
+def verdicts(setting: str, rows: Rows, bound_s: float) -> list[str]:
+    """Our arm against what was asked of it; a median that misses a goal inside its interval says so."""
+    ends = {arm: [row["rollout_to_train_end_s"] for row in found] for arm, found in rows.items()}
+    waits = {arm: [row["waiting_ratio_busy"] for row in found] for arm, found in rows.items()}
+
+    def judged(what: str, found: Told, most: float) -> str:
+        missed = "missed, inside the interval" if found.low <= most else "missed"
+        return f"goal: {BEST} {what} at most {most:.2f}: {found}, {'met' if found.median <= most else missed}"
+
+    lines = [judged("of the bound", Told.of([value / bound_s for value in ends[BEST]]), WITHIN)]
+    if setting in OF_SERIAL:
+        lines.append(judged("of serial", Told.of([a / b for a, b in zip(ends[BEST], ends["serial"])]), OF_SERIAL[setting]))
+    if setting in WAIT_OF_SERIAL:
+        part = Told.of([a / b for a, b in zip(waits[BEST], waits["serial"])])
+        lines.append(judged("wait ratio, of serial's,", part, WAIT_OF_SERIAL[setting]))
+    if setting in NOT_SLOWER_THAN_CGP:
+        part = Told.of([a / b for a, b in zip(ends[BEST], ends["cgp"])])
+        slower = "slower" if part.low > 1 else "not slower"
+        lines.append(f"goal: {BEST} not slower than cgp (95 %): {part}, {slower}")
+    return lines
 
 
 if __name__ == "__main__":

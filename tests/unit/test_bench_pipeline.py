@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpipe import config
+from rpipe.data.sums import sums_entries
 from tests.bench import pipeline
 
 
@@ -13,6 +14,8 @@ from tests.bench import pipeline
 def test_every_job_of_the_benchmark_has_a_valid_config(setting, arm):
     found = config.load(pipeline.CONFIG, [*pipeline.SETTINGS[setting], *pipeline.ARMS[arm]])
     assert found.groups_per_step == 2 and found.rollout.trajectories_per_group == 8 and found.frontier_groups == 2
+    train = found.data.train
+    assert len(sums_entries(train.options, train.size, train.seed, "data.train")) == train.size, "that many sums there are"
 
 
 def row(end, first=2.0, rollout=10.0, busy=8.0, tokens=100):
@@ -35,6 +38,14 @@ def test_a_round_that_an_arm_lacks_does_not_count():
     assert pipeline.whole_rounds({"serial": [row(1.0)], "cgp": []}) == {}
     text = pipeline.table("equal-32", {arm: [row(1.0), row(2.0)] for arm in pipeline.ARMS})
     assert "2 rounds" in text and "soft frontier" in text
+
+
+def test_a_goal_that_is_missed_is_called_so():
+    rows = {arm: [row(10.0)] * 3 for arm in pipeline.ARMS}
+    rows["soft frontier"] = [row(6.0), row(7.0), row(8.0)]
+    of_bound, of_serial = pipeline.verdicts("equal-32", rows, bound_s=7.0)
+    assert of_bound.endswith("1.000 [0.857 .. 1.143], met")
+    assert of_serial.endswith("0.700 [0.600 .. 0.800], missed, inside the interval")
 
 
 def test_a_run_that_was_broken_off_goes_on_and_every_round_begins_with_another_arm(tmp_path, monkeypatch, capsys):
