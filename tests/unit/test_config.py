@@ -107,6 +107,14 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "overrides, words",
     [
+        (["training.loss.advantage=reinforce_pp", "pipeline.mode=fifo"], "reinforce_pp is whitened over a step's trajectories"),
+        (["training.loss.importance_cap=2"], "importance_cap = 2 wants pipeline.old_logprob = pinned"),
+        (["training.loss.objective=gspo", "training.loss.aggregation=token_mean"], "gspo counts sequences"),
+        (["training.optimizer.offload=true"], "offload: on a CPU the optimizer is in host memory already"),
+        (
+            ["training.optimizer.schedule=cosine", "training.optimizer.warm_up_steps=1000000"],
+            "warm_up_steps = 1000000 leaves nothing of the run's",
+        ),
         (["training.ep=2", "training.cp=2", "cluster.training_ranks=4"], "ep = 2 and cp = 2"),
         (["training.ep=2", "cluster.training_ranks=3"], "is not tp x pp x cp x ep x dp = 1 x 1 x 1 x 2 x dp"),
         (
@@ -115,7 +123,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path):
         ),
     ],
 )
-def test_layouts_that_cannot_train_are_refused(tmp_path, overrides, words):
+def test_what_cannot_train_is_refused(tmp_path, overrides, words):
     with pytest.raises(config.ConfigError) as error:
         config.load(write(tmp_path, GOOD), overrides)
     assert words in str(error.value) and "\n" not in str(error.value), str(error.value)
