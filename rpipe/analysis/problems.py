@@ -48,21 +48,20 @@ def _rewards(iterations: Sequence[Iteration]) -> list[str]:
     refused = [at.iteration for at in scored if at.groups_dropped and not at.groups_sent]
     if refused:
         found.append(f"the filter dropped every group of {spans(refused)}: no step was made")
-    failed = sum(at.tool_errors for at in iterations)
-    if failed:
-        first = next(at for at in iterations if at.tool_errors)
-        found.append(
-            f"{failed} of {sum(at.tool_calls for at in iterations)} calls of the environment failed and ended their trajectory;"
-            f" the first, in iteration {first.iteration}: {first.tool_error}"
-        )
-    errors = sum(at.reward_errors for at in iterations)
-    if errors:
-        first = next(at for at in iterations if at.reward_errors)
-        found.append(
-            f"{errors} of {sum(at.trajectories for at in scored)} rewards could not be computed and count as 0;"
-            f" the first, in iteration {first.iteration}: {first.reward_error}"
-        )
-    return found
+    calls, rewards = sum(at.tool_calls for at in iterations), sum(at.trajectories for at in scored)
+    tools = [(at.iteration, at.tool_errors, at.tool_error) for at in iterations]
+    found += _failed(f"{calls} calls of the environment failed and ended their trajectory", tools)
+    scores = [(at.iteration, at.reward_errors, at.reward_error) for at in iterations]
+    return found + _failed(f"{rewards} rewards could not be computed and count as 0", scores)
+
+
+def _failed(what: str, by_iteration: Sequence[tuple[int, int, str]]) -> list[str]:
+    """`by_iteration`: iteration, how many failed in it, the first one's words."""
+    for iteration, count, words in by_iteration:
+        if count:
+            total = sum(count for _, count, _ in by_iteration)
+            return [f"{total} of {what}; the first, in iteration {iteration}: {words}"]
+    return []
 
 
 def _training(iterations: Sequence[Iteration]) -> list[str]:

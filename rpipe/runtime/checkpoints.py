@@ -60,11 +60,12 @@ def publish(run: RunDir, iteration: int, keep: int) -> Path:
     """Give what `begin` named its place, then keep the newest `keep` only. Raises ClaimLost."""
     require(run)
     place = run.checkpoint(iteration)
+    replaced = place.with_name(place.name + REPLACED)
     if place.exists():  # an attempt that fell back trained this iteration again
-        os.rename(place, place.with_name(place.name + REPLACED))
+        os.rename(place, replaced)
     os.rename(part(run, iteration), place)
     sync(run.checkpoints)
-    shutil.rmtree(place.with_name(place.name + REPLACED), ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     for entry in [*run.checkpoints_found()[keep:], *run.checkpoints.glob("iteration-*.damaged")]:
         if entry.name[: len(place.name)] <= place.name:
             _remove(entry)

@@ -266,14 +266,14 @@ def fit_trainer(attempts: Sequence[Seen], sharing: bool) -> TrainerFit:
         """Costs, and the error in seconds as they were seen, not as they would have been alone."""
         slower = taken_s / np.array([work_s(span, busy, speed) for span, busy in spans])
         rows = matrix * slower[:, None]
-        weights = 1 / np.sqrt(taken_s)
-        found = nonnegative(rows * weights[:, None], taken_s * weights)
-        missed = np.abs(rows @ found - taken_s)
+        seen_s, weights = taken_s, 1 / np.sqrt(taken_s)
+        found = nonnegative(rows * weights[:, None], seen_s * weights)
+        missed = np.abs(rows @ found - seen_s)
         kept = missed <= OUTLIER * max(float(np.median(missed)), 1e-4)
         if kept.sum() >= 3:
-            rows, weights = rows[kept], weights[kept]
-            found = nonnegative(rows * weights[:, None], taken_s[kept] * weights)
-        left = (rows @ found - (taken_s[kept] if kept.sum() >= 3 else taken_s)) * weights
+            rows, seen_s, weights = rows[kept], seen_s[kept], weights[kept]
+            found = nonnegative(rows * weights[:, None], seen_s * weights)
+        left = (rows @ found - seen_s) * weights
         return found, float(np.sqrt(np.mean(left**2) / np.mean(taken_s)))
 
     shares = sharing and any(busy.at(span[0]) or busy.at(span[1]) for span, busy in spans)
