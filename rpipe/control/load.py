@@ -3,11 +3,12 @@
 What the admission policy looks at, kept from events alone. Rates: rollout's is the seconds from one serving-complete group to
 the next, over the last training rollout that was generated whole (in a run's first one: so far); training's the seconds of
 computing that a group takes (its micro-batches and its part of the step), and the length of a response its mean, both
-forgetting slowly.
+forgetting slowly. Which width would bring a first group soonest is worked out once a rollout, from those before (pace.py).
 """
 
 from __future__ import annotations
 
+from rpipe.control.pace import Pace
 from rpipe.policy.admission import RolloutLoad
 
 FORGET = 0.2  # of what is known of the trainer's rate, at each of its steps
@@ -15,8 +16,10 @@ RESPONSES = 256  # that the mean length remembers, about
 
 
 class Meter:
-    def __init__(self, slots: int, max_new_tokens: int) -> None:
-        self._slots, self._max_new_tokens = slots, max_new_tokens
+    def __init__(self, engines: int, slots_per_engine: int, max_new_tokens: int) -> None:
+        self._slots, self._max_new_tokens = engines * slots_per_engine, max_new_tokens
+        self._pace = Pace(engines, slots_per_engine)
+        self._quickest_groups = 0
         self._kv_tokens: dict[int, int] = {}  # engine -> what its cache holds
         self._requested_t = 0.0
         self._wanted = 0  # groups of this rollout
@@ -25,6 +28,7 @@ class Meter:
         self._served = self._trained = 0  # of them; dropped ones do not count
         self._in_flight = self._prompt_tokens = 0  # trajectories sent and not finished, and their prompts
         self._rollout_group_s: float | None = None
+        self._first_group_s = 0.0  # from a rollout's begin to its first serving-complete group
         self._busy_s = self._busy_groups = 0.0
         self._tokens = self._responses = 0.0
 
@@ -45,15 +49,20 @@ class Meter:
             groups_untrained=self._wanted - self._trained,
             rollout_group_s=self._rollout_group_s,
             train_group_s=self._busy_s / self._busy_groups if self._busy_groups else None,
+            quickest_groups=self._quickest_groups,
+            training_begins_s=0.0 if self._served else self._first_group_s,
         )
 
     def engine_ready(self, engine: int, kv_tokens: int) -> None:
         self._kv_tokens[engine] = kv_tokens
 
-    def requested(self, t: float, wanted: int, training: bool) -> None:
+    def requested(self, t: float, wanted: int, training: bool, trajectories_per_group: int) -> None:
         self._requested_t, self._wanted, self._measures = t, wanted, training
         self._served = self._trained = 0
         self._first = self._rollout_group_s is None
+        if training:
+            self._quickest_groups = self._pace.quickest_groups(trajectories_per_group)
+            self._pace.forget()
 
     def sent(self, prompt_tokens: int) -> None:
         self._in_flight += 1
@@ -68,9 +77,17 @@ class Meter:
         self._tokens = keep * self._tokens + output_tokens
         self._responses = keep * self._responses + 1
 
-    def served(self, t: float) -> None:
+    def generated(self, tokens: int, seconds: float, began_beside: int, ended_beside: int) -> None:
+        """A turn; see Pace.turn."""
+        self._pace.turn(tokens, seconds, began_beside, ended_beside)
+
+    def served(self, t: float, longest_tokens: int) -> None:
         """A group is serving-complete."""
         self._served += 1
+        if self._measures:
+            self._pace.group(longest_tokens)
+            if self._served == 1:
+                self._first_group_s = t - self._requested_t
         if self._measures and (self._served == self._wanted or self._first):
             self._rollout_group_s = (t - self._requested_t) / self._served
 

@@ -87,7 +87,7 @@ class RolloutCoordinator:
         self.iteration = -1
         self.purpose: Purpose = "train"
         self.groups: dict[GroupId, GroupRecord] = {}  # of the current rollout, in submission order
-        self._meter = Meter(settings.engines * settings.slots_per_engine, settings.max_new_tokens)
+        self._meter = Meter(settings.engines, settings.slots_per_engine, settings.max_new_tokens)
         # Fifo fills an engine's queue: siblings would come behind younger groups, and start one by one there in any case.
         leads = not isinstance(settings.admission, Fifo)
         self.turns = Turns(settings, self._meter, leads)
@@ -228,7 +228,7 @@ class RolloutCoordinator:
         training = event.purpose == "train"
         ahead, refill = (self.settings.over_sampling_groups, self.settings.refill_groups) if training else (0, 0)
         self._selection = Selection(len(event.groups) - ahead, ahead, refill)
-        self._meter.requested(event.t, self._selection.wanted, training)
+        self._meter.requested(event.t, self._selection.wanted, training, self._samples)
         self.groups, self._order, self._ending = {}, [], False
         self._take_in(event.groups)
         return self._begin(event.groups)
@@ -308,7 +308,7 @@ class RolloutCoordinator:
         if not group.unfinished:
             group.become(GroupState.SERVED)
             del self._in_service[group.group]
-            self._meter.served(t)
+            self._meter.served(t, max(record.output_tokens for record in group.trajectories))
             commands.append(ServingComplete(group=group.group))
         return [*commands, *self._admit()]
 

@@ -39,7 +39,8 @@ def _admission(config: Config) -> Admission:
         return Fifo()
     if config.admission.policy == "frontier":
         return Frontier(config.frontier_groups)
-    return SoftFrontier(config.frontier_groups, config.groups_per_step, config.admission.budget_tokens)
+    width = None if config.admission.frontier_groups == "auto" else config.frontier_groups
+    return SoftFrontier(width, config.groups_per_step, config.admission.budget_tokens)
 
 
 def training_settings(config: Config) -> TrainingSettings:

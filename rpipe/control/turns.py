@@ -1,17 +1,17 @@
 """Which trajectories are on which engine, when is each due, which are with the environment, and which wait for another engine?
 
-    place      an engine is chosen; the trajectory runs. With `leads`, one of a group goes ahead of its siblings on each engine:
-               they are held until it has started, and find its prompt computed (SGLang shares what is in its prefix cache, not
-               what is being computed)
-    started    its first tokens came: its deadline is set, its siblings follow
-    finished   it is off the engine: generated, or in a tool if the environment may answer. It may where the turn ended by
-               itself ("stop", not by length, deadline or abort), fewer than `max_turns` were taken, and tokens are left
-    answered   the environment spoke: the next turn goes to the engine that holds its prefix, under the same version; or it was
-               the last, and the trajectory is generated. In a tool it holds no slot and no deadline runs (the tool has its
-               own): what is left of a trajectory's time is for generating, over all its turns
-    interrupt  its engine was lost: it goes on elsewhere from what it had, under the same version, so still on-policy; the time
-               until it runs again is not the trajectory's. What is in a tool loses its prefix in the cache, nothing else
-    cut        it is not needed any more; a tool is awaited first
+place      an engine is chosen; the trajectory runs. With `leads`, one of a group goes ahead of its siblings on each engine:
+           they are held until it has started, and find its prompt computed (SGLang shares what is in its prefix cache, not
+           what is being computed)
+started    its first tokens came: its deadline is set, its siblings follow
+finished   it is off the engine: generated, or in a tool if the environment may answer. It may where the turn ended by
+           itself ("stop", not by length, deadline or abort), fewer than `max_turns` were taken, and tokens are left
+answered   the environment spoke: the next turn goes to the engine that holds its prefix, under the same version; or it was
+           the last, and the trajectory is generated. In a tool it holds no slot and no deadline runs (the tool has its
+           own): what is left of a trajectory's time is for generating, over all its turns
+interrupt  its engine was lost: it goes on elsewhere from what it had, under the same version, so still on-policy; the time
+           until it runs again is not the trajectory's. What is in a tool loses its prefix in the cache, nothing else
+cut        it is not needed any more; a tool is awaited first
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class Turns:
     def started(self, event: TurnStarted, group: GroupRecord) -> list[SendTurn]:
         """Its siblings, where it was their lead."""
         record = self.running[event.trajectory]
+        record.beside = self.in_flight[record.engine]
         if group.surplus:
             return []
         allowed_s = self._settings.trajectory_deadline_s if record.remaining_s is None else record.remaining_s
@@ -108,6 +109,9 @@ class Turns:
         )
         group.trajectory(trajectory.sample, TrajectoryState.IN_TOOL if asks else TrajectoryState.GENERATED)
         record.output_tokens += event.output_tokens
+        if not record.prefix_tokens:  # else a lost engine made some of it
+            beside = self.in_flight[record.engine]
+            self._meter.generated(event.output_tokens - 1, event.t - event.first_token_t, record.beside or beside, beside)
         record.prefix_tokens = 0
         del self.running[trajectory]
         due_t = self._deadlines.drop(trajectory)

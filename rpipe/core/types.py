@@ -128,9 +128,7 @@ class Sequences:
             lengths=prompts + outputs,
             prompt_lengths=prompts,
             token_ids=np.concatenate([x for t in trajectories for x in (t.prompt_ids, t.output_ids)]).astype(np.int32),
-            loss_mask=np.concatenate(
-                [x for p, t in zip(prompts, trajectories) for x in (np.zeros(p, np.uint8), t.sampled)]
-            ),
+            loss_mask=np.concatenate([x for p, t in zip(prompts, trajectories) for x in (np.zeros(p, np.uint8), t.sampled)]),
             advantages=np.array(advantages, np.float32),
             rewards=np.array(rewards, np.float32),
             logprobs=np.concatenate([x for b, t in zip(blank, trajectories) for x in (b, t.logprobs)]).astype(np.float32),

@@ -99,7 +99,5 @@ def load(name: str) -> Function:
     except BaseException as error:  # a user's module may raise anything, SystemExit too
         raise ValueError(f"cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from None
     if not callable(found):
-        raise ValueError(
-            f"is a {type(found).__name__}; wanted: a function"
-        )
+        raise ValueError(f"is a {type(found).__name__}; wanted: a function")
     return found  # type: ignore[no-any-return]

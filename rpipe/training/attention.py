@@ -116,9 +116,7 @@ def _cut_bucket(
             keys[row, at] = peer * local[-1] + local[i] + np.arange(len(at))
         seen[row, : whole[i] // cp] = chunks(whole[i], cp, rank)
     mask = np.arange(long)[None, None, None, :] <= seen[:, None, :, None]
-    return Bucket(
-        n, long // cp, queries, torch.from_numpy(keys.reshape(-1)).to(device), torch.from_numpy(mask).to(device)
-    )
+    return Bucket(n, long // cp, queries, torch.from_numpy(keys.reshape(-1)).to(device), torch.from_numpy(mask).to(device))
 
 
 class BucketAttention(MegatronModule):  # type: ignore[misc]

@@ -134,9 +134,7 @@ def engine(config: Config, shape: Shape) -> Need:
     size, tp = BYTES[config.dtype], config.engine.tp
     if config.engine.kind == "scripted":
         return Need("engine", {"process": SCRIPTED_ENGINE_CPU_BYTES if config.cluster.accelerator == "cpu" else 0})
-    held = sum(
-        math.prod(s) for row in convert.table(shape, False) if not row.copy for s in convert.hf_shapes(shape, row)
-    )
+    held = sum(math.prod(s) for row in convert.table(shape, False) if not row.copy for s in convert.hf_shapes(shape, row))
     token = 2 * shape.layers * -(-shape.kv_heads // tp) * shape.head_dim * size
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     context = min(longest, config.engine.context_tokens or shape.max_positions)

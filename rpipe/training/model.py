@@ -62,9 +62,7 @@ def _transformer_engine(device: torch.device) -> bool:
     return device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None
 
 
-def transformer_config(
-    shape: Shape, training: Training, device: torch.device, dtype: torch.dtype
-) -> TransformerConfig:
+def transformer_config(shape: Shape, training: Training, device: torch.device, dtype: torch.dtype) -> TransformerConfig:
     cpu = device.type == "cpu"
     experts: dict[str, Any] = {}
     if shape.experts:

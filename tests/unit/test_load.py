@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rpipe.control.load import Meter
+from rpipe.control.pace import Pace
 
 
 def rollout(meter: Meter, began: float, ends: float, groups: int = 4, training: bool = True, restored: int = 0) -> None:
-    meter.requested(began, groups, training)
+    meter.requested(began, groups, training, 8)
     for _ in range(restored):
         meter.restored()
     for n in range(groups - restored):
-        meter.served(ends if n == groups - restored - 1 else began)
+        meter.served(ends if n == groups - restored - 1 else began, 10)
 
 
 def test_rollouts_rate_is_the_last_whole_training_rollouts() -> None:
-    meter = Meter(8, 64)
+    meter = Meter(1, 8, 64)
     assert meter.load(0).rollout_group_s is None
     rollout(meter, 10.0, 18.0)
     assert meter.load(0).rollout_group_s == 2.0
@@ -24,7 +27,7 @@ def test_rollouts_rate_is_the_last_whole_training_rollouts() -> None:
 
 def test_an_evaluation_and_groups_of_an_interrupted_attempt_say_nothing_of_it() -> None:
     """Held-out groups are one response each; what was finished before took no time now."""
-    meter = Meter(8, 64)
+    meter = Meter(1, 8, 64)
     rollout(meter, 10.0, 18.0)
     rollout(meter, 20.0, 20.4, training=False)
     rollout(meter, 30.0, 31.0, restored=3)
@@ -33,15 +36,61 @@ def test_an_evaluation_and_groups_of_an_interrupted_attempt_say_nothing_of_it() 
 
 def test_a_runs_first_rollout_is_measured_while_it_runs() -> None:
     """A policy that knew nothing until its end would keep a long first iteration narrow."""
-    meter = Meter(8, 64)
-    meter.requested(10.0, 4, training=False)
-    meter.served(11.0)
+    meter = Meter(1, 8, 64)
+    meter.requested(10.0, 4, training=False, trajectories_per_group=8)
+    meter.served(11.0, 10)
     assert meter.load(0).rollout_group_s is None, "an evaluation"
-    meter.requested(20.0, 4, training=True)
-    meter.served(26.0)
+    meter.requested(20.0, 4, training=True, trajectories_per_group=8)
+    meter.served(26.0, 10)
     assert meter.load(0).rollout_group_s == 6.0
-    meter.served(28.0)
+    meter.served(28.0, 10)
     assert meter.load(0).rollout_group_s == 4.0
-    meter.requested(40.0, 4, training=True)
-    meter.served(50.0)
+    meter.requested(40.0, 4, training=True, trajectories_per_group=8)
+    meter.served(50.0, 10)
     assert meter.load(0).rollout_group_s == 4.0, "the last whole one"
+
+
+def test_training_begins_when_the_last_rollouts_first_group_was_there() -> None:
+    meter = Meter(1, 8, 64)
+    meter.requested(10.0, 2, training=True, trajectories_per_group=8)
+    assert meter.load(0).training_begins_s == 0.0, "nothing is known"
+    meter.served(13.0, 10)
+    meter.served(18.0, 10)
+    meter.requested(20.0, 2, training=True, trajectories_per_group=8)
+    assert meter.load(0).training_begins_s == 3.0
+    meter.served(22.0, 10)
+    assert meter.load(0).training_begins_s == 0.0, "it may have begun"
+    meter.requested(30.0, 2, training=False, trajectories_per_group=1)
+    meter.served(30.5, 10)
+    meter.requested(40.0, 2, training=True, trajectories_per_group=8)
+    assert meter.load(0).training_begins_s == 2.0, "an evaluation says nothing of it"
+
+
+def test_the_quickest_width_is_that_of_the_rollouts_before() -> None:
+    meter = Meter(2, 16, 64)
+    meter.requested(0.0, 4, training=True, trajectories_per_group=4)
+    assert meter.load(0).quickest_groups == 0
+    for batch in (1, 16):  # a token takes as long in any batch
+        meter.generated(100, 1.0, batch, batch)
+    for longest in (10, 100, 20, 50):
+        meter.served(1.0, longest)
+    meter.requested(10.0, 4, training=True, trajectories_per_group=4)
+    assert meter.load(0).quickest_groups == 8, "all that fit: 32 slots, 4 a group"
+
+
+def test_pace_finds_the_line_that_turns_were_drawn_from() -> None:
+    pace = Pace(1, 32)
+    assert pace.quickest_groups(8) == 0
+    for batch in (1, 4, 9, 30, 64):  # the last waits half in the queue: an engine runs 32
+        pace.turn(50, 50 * (0.01 + 0.002 * min(batch, 32)), batch, batch)
+    pace.forget()
+    assert pace.token_s(1) == pytest.approx(0.012) and pace.token_s(20) == pytest.approx(0.05)
+    assert pace.token_s(500) == pace.token_s(32), "the rest would wait"
+
+
+def test_a_larger_batch_is_never_taken_to_be_faster() -> None:
+    pace = Pace(1, 32)
+    pace.turn(10, 10.0, 1, 1)
+    pace.turn(10, 1.0, 8, 8)
+    pace.turn(0, 5.0, 8, 8)  # one token says nothing
+    assert pace.token_s(1) == pace.token_s(32) == pytest.approx(0.55)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier
+from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier, quickest_width
 from rpipe.policy.advantage import dr_grpo, grpo, rloo, shuffled, whitened, zero_variance
 from rpipe.policy.batching import Item, owners, pack
 from rpipe.policy.placement import GroupAffine, LeastLoaded, Loads
@@ -58,6 +59,46 @@ def test_what_is_left_of_each_stage_decides_not_its_rate_alone():
     assert SOFT.has_time(load(groups_unserved=6, groups_untrained=16, **SLOW_ROLLOUT))
     assert not SOFT.has_time(load(groups_unserved=7, groups_untrained=16, **SLOW_ROLLOUT))
     assert not SOFT.has_time(load(groups_unserved=2, groups_untrained=3, **SLOW_TRAINING)), "the last step comes after rollout"
+
+
+def test_training_begins_with_the_first_group_rollout_has_that_much_more_time():
+    late = {**SLOW_ROLLOUT, "groups_unserved": 7, "groups_untrained": 16}
+    assert not SOFT.has_time(load(**late, training_begins_s=1.0)) and SOFT.has_time(load(**late, training_begins_s=2.0))
+
+
+def test_a_width_that_nobody_set_is_the_quickest_and_no_less_than_a_steps_groups():
+    auto = SoftFrontier(None, groups_per_step=2)
+    for quickest, width in ((0, 2), (1, 2), (4, 4)):
+        fits = load(groups_in_service=width - 1, quickest_groups=quickest, **SLOW_TRAINING)
+        full = load(groups_in_service=width, quickest_groups=quickest, **SLOW_TRAINING)
+        assert auto.admits(fits) and not auto.admits(full)
+    assert not SOFT.admits(load(groups_in_service=2, quickest_groups=4, **SLOW_TRAINING)), "two were asked for"
+
+
+def test_the_quickest_width_weighs_slower_tokens_against_the_shortest_of_more_groups():
+    alike, heavy = [100] * 32, [100] * 16 + [1_000] * 16
+
+    def bandwidth_bound(batch: float) -> float:
+        return 1.0 + 0.001 * batch
+
+    def compute_bound(batch: float) -> float:
+        return 1.0 + 0.1 * batch
+
+    assert quickest_width(alike, bandwidth_bound, most=16, group_slots=8) == 1
+    assert quickest_width(heavy, compute_bound, most=16, group_slots=8) == 5
+    assert quickest_width(heavy, bandwidth_bound, most=16, group_slots=8) == 10
+    assert quickest_width(heavy, lambda batch: 1.0, most=16, group_slots=8) == 16, "more groups cost nothing"
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 4))
+def test_the_least_of_drawn_lengths_is_their_mean_over_all_draws(lengths, width):
+    """By brute force: every draw of `width` groups from the past, each as likely."""
+    from itertools import product
+
+    means = [statistics.fmean(min(draw) for draw in product(lengths, repeat=w)) for w in range(1, width + 1)]
+    costs = [1.0 if w == width else 1.0 + 1e-6 for w in range(1, width + 1)]  # of equals the last is taken
+    wanted = min(range(width), key=lambda w: means[w] * costs[w]) + 1
+    assert quickest_width(lengths, lambda batch: costs[round(batch) - 1], width, 1) == wanted
 
 
 def test_the_kv_budget_is_the_engines_capacity_unless_said():
