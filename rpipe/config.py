@@ -154,7 +154,7 @@ class Engine(Section):
 
 class Admission(Section):
     policy: Literal["fifo", "frontier", "soft_frontier"] = "frontier"  # docs/policies.md
-    frontier_groups: Count | Literal["auto"] = "auto"  # F_w; auto: U, the groups of one step
+    frontier_groups: Count | Literal["auto"] = "auto"  # F_w; auto: U, or what soft_frontier finds quicker
     budget_tokens: Count | None = None  # soft_frontier: KV tokens that may be in flight; default: what the engines hold
 
 

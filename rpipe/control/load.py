@@ -3,13 +3,14 @@
 What the admission policy looks at, kept from events alone. Rates: rollout's is the seconds from one serving-complete group to
 the next, over the last training rollout that was generated whole (in a run's first one: so far); training's the seconds of
 computing that a group takes (its micro-batches and its part of the step), and the length of a response its mean, both
-forgetting slowly. Which width would bring a first group soonest is worked out once a rollout, from those before (pace.py).
+forgetting slowly. What a frontier's width would do is worked out once a rollout, from those before (pace.py).
 """
 
 from __future__ import annotations
 
 from rpipe.control.pace import Pace
 from rpipe.policy.admission import RolloutLoad
+from rpipe.policy.width import Width
 
 FORGET = 0.2  # of what is known of the trainer's rate, at each of its steps
 RESPONSES = 256  # that the mean length remembers, about
@@ -19,7 +20,7 @@ class Meter:
     def __init__(self, engines: int, slots_per_engine: int, max_new_tokens: int) -> None:
         self._slots, self._max_new_tokens = engines * slots_per_engine, max_new_tokens
         self._pace = Pace(engines, slots_per_engine)
-        self._quickest_groups = 0
+        self._widths: tuple[Width, ...] = ()
         self._kv_tokens: dict[int, int] = {}  # engine -> what its cache holds
         self._requested_t = 0.0
         self._wanted = 0  # groups of this rollout
@@ -28,7 +29,6 @@ class Meter:
         self._served = self._trained = 0  # of them; dropped ones do not count
         self._in_flight = self._prompt_tokens = 0  # trajectories sent and not finished, and their prompts
         self._rollout_group_s: float | None = None
-        self._first_group_s = 0.0  # from a rollout's begin to its first serving-complete group
         self._busy_s = self._busy_groups = 0.0
         self._tokens = self._responses = 0.0
 
@@ -49,8 +49,7 @@ class Meter:
             groups_untrained=self._wanted - self._trained,
             rollout_group_s=self._rollout_group_s,
             train_group_s=self._busy_s / self._busy_groups if self._busy_groups else None,
-            quickest_groups=self._quickest_groups,
-            training_begins_s=0.0 if self._served else self._first_group_s,
+            widths=self._widths,
         )
 
     def engine_ready(self, engine: int, kv_tokens: int) -> None:
@@ -61,7 +60,7 @@ class Meter:
         self._served = self._trained = 0
         self._first = self._rollout_group_s is None
         if training:
-            self._quickest_groups = self._pace.quickest_groups(trajectories_per_group)
+            self._widths = self._pace.widths(trajectories_per_group)
             self._pace.forget()
 
     def sent(self, prompt_tokens: int) -> None:
@@ -86,8 +85,6 @@ class Meter:
         self._served += 1
         if self._measures:
             self._pace.group(longest_tokens)
-            if self._served == 1:
-                self._first_group_s = t - self._requested_t
         if self._measures and (self._served == self._wanted or self._first):
             self._rollout_group_s = (t - self._requested_t) / self._served
 

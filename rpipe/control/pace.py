@@ -1,5 +1,5 @@
-"""How much later does a token come in a larger batch, and how unlike are groups? Together they say which width of a frontier
-brings its first group soonest (`policy/admission.py`, `quickest_width`).
+"""How much later does a token come in a larger batch, and how unlike are groups? Together they say what a frontier's width
+would do (`policy/width.py`).
 
 A token's seconds are fitted as a line over the trajectories that its engine ran, from finished turns: their mean seconds a
 token after the first, and the mean of what ran beside them when they began and when they ended.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from rpipe.policy.admission import quickest_width
+from rpipe.policy.width import Width, widths
 
 GROUPS = 64  # whose longest responses are remembered
 FORGET = 0.5  # of the turns, at each rollout
@@ -48,10 +48,9 @@ class Pace:
         slope = max(0.0, (self._xy / self._n - x * y) / spread) if spread > 1e-9 else 0.0
         return y + slope * (min(batch, self._slots) - x)
 
-    def quickest_groups(self, trajectories_per_group: int) -> int:
-        """0: nothing is known yet."""
+    def widths(self, trajectories_per_group: int) -> tuple[Width, ...]:
+        """Empty: nothing is known yet."""
         if not self._n or not self._longest_tokens:
-            return 0
+            return ()
         on_one_engine = trajectories_per_group / self._engines
-        most = max(1, int(self._slots / on_one_engine))
-        return quickest_width(self._longest_tokens, self.token_s, most, on_one_engine)
+        return widths(self._longest_tokens, self.token_s, max(1, int(self._slots / on_one_engine)), on_one_engine)

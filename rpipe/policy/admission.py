@@ -9,14 +9,12 @@ lowest submission order. Engines run small batches, so that each token comes soo
 finish first. A group holds its place until its last trajectory is done: where rollout is the bottleneck, engines starve.
 
 `soft_frontier` gives engines as much as they can run at once (every slot, within a budget of KV tokens) unless two things
-hold: the trainer would idle soon, and rollout can afford smaller batches. Then it is a frontier, as wide as brings the first
-group soonest (`quickest_width`; or as `frontier_groups` says) and WIDEN wider by every group that waits for the trainer.
-Rollout can afford it while what is left to roll out, and MARGIN more, takes less time than what is left to train before the
-last step, at the rates measured so far; training begins when the last rollout's first group was there. Before rates are
-known, at a run's very beginning, rollout can afford it until a group waits for the trainer. Where rollout is the bottleneck
-this is fifo admission without the requests that would only wait in an engine; where training is, the first step's groups come
-nearly as early as the paper's frontier brings them. In both the engines' queues are ordered by priority, minus the submission
-order: what is backfilled never starts before the frontier.
+hold: the trainer would idle soon, and smaller batches pay (`SoftFrontier.pays`). Then it is a frontier, as wide as brings the
+first group soonest by what past rollouts say (policy/width.py; or as `frontier_groups` says) and WIDEN wider by every group
+that waits for the trainer. Where rollout is the bottleneck this is fifo admission without the requests that would only wait in
+an engine; where training is, the first step's groups come nearly as early as the paper's frontier brings them, or earlier. In
+both the engines' queues are ordered by priority, minus the submission order: what is backfilled never starts before the
+frontier.
 
 KV tokens are what trajectories in flight are *expected* to need: prompt and the mean length of finished responses. That is
 cheap to get wrong: what does not fit after all waits in its engine's queue, which starts a request only when there is room,
@@ -34,9 +32,10 @@ Cost: O(1) a decision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from rpipe.policy.width import Width
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,7 @@ class RolloutLoad:
     groups_untrained: int  # of this rollout
     rollout_group_s: float | None = None  # seconds from one serving-complete group to the next, as measured; None: not yet
     train_group_s: float | None = None  # seconds of training for one group, as measured
-    training_begins_s: float = 0.0  # after this rollout's begin, as in the last one; 0: it may have begun
-    quickest_groups: int = 0  # the width that brings a first group soonest; 0: not known
+    widths: tuple[Width, ...] = ()  # what is expected of each, by past rollouts; ascending, empty: nothing yet
 
 
 class Admission(Protocol):
@@ -82,6 +80,8 @@ class Frontier:
 
 
 WIDEN = 2  # groups of frontier more for each that waits for the trainer: 1 starves a trainer that is as fast as rollout
+SURE = 0.6  # training that would end by so much later than rollout is what ends last; one that ends with it never does: it
+# waits between groups
 MARGIN = 0.1  # of the time left to roll out: rates move, and a rollout's last groups come slower than the others
 
 
@@ -97,30 +97,27 @@ class SoftFrontier:
         budget = self.budget_tokens if self.budget_tokens is not None else load.kv_tokens_capacity
         if load.trajectories_in_flight >= load.slots or (budget is not None and load.kv_tokens_expected >= budget):
             return False
-        width = self.frontier_groups or max(self.groups_per_step, load.quickest_groups)
-        return load.groups_in_service < width + WIDEN * load.groups_ready or not self.has_time(load)
+        width = self.width(load)
+        groups = width.groups if width else self.frontier_groups or self.groups_per_step
+        return load.groups_in_service < groups + WIDEN * load.groups_ready or not self.pays(load, width)
 
-    def has_time(self, load: RolloutLoad) -> bool:
-        """Rollout will be done before the last step's training could begin, however small its batches are now.
-        Unknown rates: what is there to gain, the first step's groups sooner, is gained when the first of them is ready."""
+    def width(self, load: RolloutLoad) -> Width | None:
+        """The quickest, no narrower than a step; or the one that was asked for. None: nothing is known."""
+        least = self.frontier_groups or self.groups_per_step
+        wide = [width for width in load.widths if width.groups >= least] or load.widths[-1:]
+        return min(wide[:1] if self.frontier_groups else wide, key=lambda width: width.first_s, default=None)
+
+    def pays(self, load: RolloutLoad, width: Width | None) -> bool:
+        """Does a frontier bring the iteration's end nearer? Before the first group: training begins sooner by more than rollout
+        ends later, each weighed by how likely it is what ends last. After it: rollout will be done before the last step's
+        training could begin, however small its batches are now. Unknown rates: what there is to gain, the first step's groups
+        sooner, is gained when the first of them is ready."""
         if load.rollout_group_s is None or load.train_group_s is None:
             return not load.groups_ready
-        train_s = load.training_begins_s + (load.groups_untrained - self.groups_per_step) * load.train_group_s
-        return train_s > (1 + MARGIN) * load.groups_unserved * load.rollout_group_s
-
-
-def quickest_width(longest_tokens: Sequence[int], pace_s: Callable[[float], float], most: int, group_slots: float) -> int:
-    """How many groups, run side by side, bring the first of them soonest? A group is done with its longest response; more of
-    them make each token later and the least of their longest responses shorter. Narrow is soonest where tokens slow down with
-    the batch and lengths are alike, wide where tails are heavy.
-
-    `longest_tokens`: of past groups. `pace_s`: seconds a token, by trajectories that an engine runs. `most`: groups that fill
-    all engines. `group_slots`: trajectories of a group on one engine. O(most x groups).
-    """
-    lengths, n = sorted(longest_tokens), len(longest_tokens)
-
-    def first_s(width: int) -> float:
-        least = sum(tokens * (((n - i) / n) ** width - ((n - i - 1) / n) ** width) for i, tokens in enumerate(lengths))
-        return least * pace_s(width * group_slots)
-
-    return min(range(1, most + 1), key=first_s)
+        rollout_s = load.groups_unserved * load.rollout_group_s
+        train_s = (load.groups_untrained - self.groups_per_step) * load.train_group_s
+        if load.groups_unserved < load.groups_untrained or not rollout_s or width is None:
+            return train_s > (1 + MARGIN) * rollout_s
+        first_s = load.widths[-1].first_s
+        ends_last = min(max(((first_s + train_s) / rollout_s - 1) / SURE, 0.0), 1.0)
+        return ends_last * (first_s - width.first_s) > (1 - ends_last) * width.lost_s

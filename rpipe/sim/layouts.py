@@ -41,7 +41,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Plan:
-    """`frontier_groups` is None where admission has no such width."""
+    """`frontier_groups` is None where admission has no such width, or the soft frontier finds its own."""
 
     engines: Engines
     trainer: Trainer
@@ -53,7 +53,9 @@ def plan_of(config: Config) -> Plan:
     c, t = config.cluster, config.training
     recompute = t.recompute == "full"
     trainer = Trainer(c.training_ranks, t.tp, t.pp, t.cp, t.ep, recompute)
-    width = None if config.admission.policy == "fifo" else config.frontier_groups
+    admission = config.admission
+    found = admission.policy == "soft_frontier" and admission.frontier_groups == "auto"
+    width = None if found or admission.policy == "fifo" else config.frontier_groups
     return Plan(Engines(c.rollout_ranks, config.engine.tp), trainer, width)
 
 

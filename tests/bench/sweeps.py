@@ -5,7 +5,7 @@
 One base case (configs/sim/sweep-base.yaml: a reasoning workload on A100 nodes, rollout and training about in balance); each
 picture varies one thing: R, K, U, F_w, correlation of siblings' lengths, rollout / train ratio. Lines are time from rollout
 start to train end as a share of serial mode's, mean and range over seeds; under 1 is a gain. The second iteration counts: the
-soft frontier knows both stages' rates by then. All simulated, on an uncalibrated profile.
+soft frontier, which finds its F_w itself, knows both stages' rates by then. All simulated, on an uncalibrated profile.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE = ROOT / "configs" / "sim" / "sweep-base.yaml"
 POLICIES: dict[str, tuple[str, ...]] = {
     "CGP (fifo admission)": ("admission.policy=fifo",),
     "CGP+FGD (hard frontier)": ("admission.policy=frontier",),
-    "soft frontier": ("admission.policy=soft_frontier",),
+    "soft frontier": ("admission.policy=soft_frontier", "admission.frontier_groups=auto"),
 }
 COLOURS = ("#4c78a8", "#e45756", "#54a24b")
 SERIAL = ("pipeline.mode=serial", "admission.policy=fifo")

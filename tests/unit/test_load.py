@@ -50,37 +50,23 @@ def test_a_runs_first_rollout_is_measured_while_it_runs() -> None:
     assert meter.load(0).rollout_group_s == 4.0, "the last whole one"
 
 
-def test_training_begins_when_the_last_rollouts_first_group_was_there() -> None:
-    meter = Meter(1, 8, 64)
-    meter.requested(10.0, 2, training=True, trajectories_per_group=8)
-    assert meter.load(0).training_begins_s == 0.0, "nothing is known"
-    meter.served(13.0, 10)
-    meter.served(18.0, 10)
-    meter.requested(20.0, 2, training=True, trajectories_per_group=8)
-    assert meter.load(0).training_begins_s == 3.0
-    meter.served(22.0, 10)
-    assert meter.load(0).training_begins_s == 0.0, "it may have begun"
-    meter.requested(30.0, 2, training=False, trajectories_per_group=1)
-    meter.served(30.5, 10)
-    meter.requested(40.0, 2, training=True, trajectories_per_group=8)
-    assert meter.load(0).training_begins_s == 2.0, "an evaluation says nothing of it"
-
-
-def test_the_quickest_width_is_that_of_the_rollouts_before() -> None:
+def test_what_widths_would_do_is_known_from_the_rollouts_before() -> None:
     meter = Meter(2, 16, 64)
     meter.requested(0.0, 4, training=True, trajectories_per_group=4)
-    assert meter.load(0).quickest_groups == 0
-    for batch in (1, 16):  # a token takes as long in any batch
+    assert meter.load(0).widths == ()
+    for batch in (1, 16):  # a token takes 10 ms in any batch
         meter.generated(100, 1.0, batch, batch)
     for longest in (10, 100, 20, 50):
         meter.served(1.0, longest)
     meter.requested(10.0, 4, training=True, trajectories_per_group=4)
-    assert meter.load(0).quickest_groups == 8, "all that fit: 32 slots, 4 a group"
+    found = meter.load(0).widths
+    assert [width.groups for width in found] == [1, 2, 3, 4, 6, 8], "all that fit: 32 slots, 4 a group"
+    assert found[0].first_s == pytest.approx(0.45) and min(found, key=lambda width: width.first_s) == found[-1]
 
 
 def test_pace_finds_the_line_that_turns_were_drawn_from() -> None:
     pace = Pace(1, 32)
-    assert pace.quickest_groups(8) == 0
+    assert pace.widths(8) == ()
     for batch in (1, 4, 9, 30, 64):  # the last waits half in the queue: an engine runs 32
         pace.turn(50, 50 * (0.01 + 0.002 * min(batch, 32)), batch, batch)
     pace.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -9,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier, quickest_width
+from rpipe.policy.admission import Fifo, Frontier, RolloutLoad, SoftFrontier
 from rpipe.policy.advantage import dr_grpo, grpo, rloo, shuffled, whitened, zero_variance
 from rpipe.policy.batching import Item, owners, pack
 from rpipe.policy.placement import GroupAffine, LeastLoaded, Loads
+from rpipe.policy.width import Width, widths
 
 
 def load(**changes) -> RolloutLoad:
@@ -56,49 +58,73 @@ def test_where_rollout_is_the_bottleneck_a_soft_frontier_fills_every_slot_and_no
 
 
 def test_what_is_left_of_each_stage_decides_not_its_rate_alone():
-    assert SOFT.has_time(load(groups_unserved=6, groups_untrained=16, **SLOW_ROLLOUT))
-    assert not SOFT.has_time(load(groups_unserved=7, groups_untrained=16, **SLOW_ROLLOUT))
-    assert not SOFT.has_time(load(groups_unserved=2, groups_untrained=3, **SLOW_TRAINING)), "the last step comes after rollout"
+    assert SOFT.pays(load(groups_unserved=6, groups_untrained=16, **SLOW_ROLLOUT), None)
+    assert not SOFT.pays(load(groups_unserved=7, groups_untrained=16, **SLOW_ROLLOUT), None)
+    assert not SOFT.pays(load(groups_unserved=2, groups_untrained=3, **SLOW_TRAINING), None), (
+        "the last step comes after rollout"
+    )
 
 
-def test_training_begins_with_the_first_group_rollout_has_that_much_more_time():
-    late = {**SLOW_ROLLOUT, "groups_unserved": 7, "groups_untrained": 16}
-    assert not SOFT.has_time(load(**late, training_begins_s=1.0)) and SOFT.has_time(load(**late, training_begins_s=2.0))
+WIDTHS = (Width(1, first_s=3.0, lost_s=2.0), Width(2, 1.0, 0.5), Width(3, 2.0, 0.2), Width(4, 4.0, 0.0))
 
 
 def test_a_width_that_nobody_set_is_the_quickest_and_no_less_than_a_steps_groups():
     auto = SoftFrontier(None, groups_per_step=2)
-    for quickest, width in ((0, 2), (1, 2), (4, 4)):
-        fits = load(groups_in_service=width - 1, quickest_groups=quickest, **SLOW_TRAINING)
-        full = load(groups_in_service=width, quickest_groups=quickest, **SLOW_TRAINING)
-        assert auto.admits(fits) and not auto.admits(full)
-    assert not SOFT.admits(load(groups_in_service=2, quickest_groups=4, **SLOW_TRAINING)), "two were asked for"
+    assert auto.width(load()) is None and auto.width(load(widths=WIDTHS)) == WIDTHS[1]
+    assert SoftFrontier(None, groups_per_step=3).width(load(widths=WIDTHS)) == WIDTHS[2]
+    assert SoftFrontier(3, groups_per_step=2).width(load(widths=WIDTHS)) == WIDTHS[2], "three were asked for"
+    assert SoftFrontier(9, groups_per_step=2).width(load(widths=WIDTHS)) == WIDTHS[3], "more than fit"
+    slow = {**SLOW_TRAINING, "widths": WIDTHS}
+    assert auto.admits(load(groups_in_service=1, **slow)) and not auto.admits(load(groups_in_service=2, **slow))
 
 
-def test_the_quickest_width_weighs_slower_tokens_against_the_shortest_of_more_groups():
+def test_a_first_group_sooner_is_weighed_against_a_rollout_that_ends_later():
+    """Sixteen groups, two a step; the first comes 3 s sooner, and rollout loses half a second."""
+    auto = SoftFrontier(None, groups_per_step=2)
+
+    def pays(train_group_s: float, **changes) -> bool:
+        shown = load(rollout_group_s=1.0, train_group_s=train_group_s, widths=WIDTHS, **changes)
+        return auto.pays(shown, auto.width(shown))
+
+    assert pays(2.0), "training ends last for sure"
+    assert pays(1.0), "probably: 18 s against 16"
+    assert not pays(0.85), "it ends with rollout: then it waited between groups"
+    assert not pays(0.5), "rollout ends last"
+    assert not pays(1.0, groups_unserved=15), "the first group is there: 14 s are left to train, 15 to roll out"
+
+
+def test_nothing_left_to_roll_out_is_no_reason_to_fail():
+    done = load(groups_unserved=0, groups_untrained=0, widths=WIDTHS, **SLOW_TRAINING)
+    assert not SOFT.pays(done, SOFT.width(done))
+
+
+def test_widths_weigh_slower_tokens_against_the_shortest_of_more_groups():
     alike, heavy = [100] * 32, [100] * 16 + [1_000] * 16
 
-    def bandwidth_bound(batch: float) -> float:
-        return 1.0 + 0.001 * batch
+    def quickest(lengths: list[int], slower: float) -> int:
+        found = widths(lengths, lambda batch: 1.0 + slower * batch, most=16, group_slots=8)
+        assert [width.groups for width in found] == [1, 2, 3, 4, 6, 8, 12, 16]
+        return min(found, key=lambda width: width.first_s).groups
 
-    def compute_bound(batch: float) -> float:
-        return 1.0 + 0.1 * batch
-
-    assert quickest_width(alike, bandwidth_bound, most=16, group_slots=8) == 1
-    assert quickest_width(heavy, compute_bound, most=16, group_slots=8) == 5
-    assert quickest_width(heavy, bandwidth_bound, most=16, group_slots=8) == 10
-    assert quickest_width(heavy, lambda batch: 1.0, most=16, group_slots=8) == 16, "more groups cost nothing"
+    assert quickest(alike, 0.001) == 1
+    assert quickest(heavy, 0.1) == 4
+    assert quickest(heavy, 0.001) == 12
+    assert quickest(heavy, 0.0) == 16, "more groups cost nothing"
 
 
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.integers(1, 4))
+def test_what_a_width_loses_is_the_tokens_that_full_engines_would_have_made_meanwhile():
+    one, two = widths([10], lambda batch: 1.0 + batch / 8, most=2, group_slots=8)
+    assert (one.first_s, two.first_s) == (20.0, 30.0)
+    assert one.lost_s == pytest.approx(20.0 * (1 - (8 / 2.0) / (16 / 3.0))) and two.lost_s == 0.0
+    slow_when_full = widths([10], lambda batch: 1.0 if batch <= 8 else 5.0, most=2, group_slots=8)
+    assert slow_when_full[0].lost_s == 0.0 and slow_when_full[1].lost_s > 0.0
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.sampled_from([1, 2, 3, 4]))
 def test_the_least_of_drawn_lengths_is_their_mean_over_all_draws(lengths, width):
     """By brute force: every draw of `width` groups from the past, each as likely."""
-    from itertools import product
-
-    means = [statistics.fmean(min(draw) for draw in product(lengths, repeat=w)) for w in range(1, width + 1)]
-    costs = [1.0 if w == width else 1.0 + 1e-6 for w in range(1, width + 1)]  # of equals the last is taken
-    wanted = min(range(width), key=lambda w: means[w] * costs[w]) + 1
-    assert quickest_width(lengths, lambda batch: costs[round(batch) - 1], width, 1) == wanted
+    wanted = statistics.fmean(min(draw) for draw in itertools.product(lengths, repeat=width))
+    assert widths(lengths, lambda batch: 1.0, width, 1)[-1].first_s == pytest.approx(wanted)
 
 
 def test_the_kv_budget_is_the_engines_capacity_unless_said():
