@@ -67,6 +67,11 @@ TARGETS: dict[str, dict[str, Any]] = {
     "rollout-bound": {"engine": {"max_running": 12}, "admission": {"frontier_groups": 2}},
     "exact": {"pipeline": {"mode": "exact"}, "training": {"packing": "group"}},
     "two engines": {"cluster": {"rollout_ranks": 2}, "engine": {"max_running": 32}},
+    "soft frontier": {
+        "rollout": {"groups_per_iteration": 24, "trajectories_per_group": 8},
+        "admission": {"policy": "soft_frontier", "frontier_groups": "auto"},
+        "training": {"trajectories_per_step": 64},
+    },
 }
 FIGURES = {
     "iteration, s": "rollout_to_train_end_s",
