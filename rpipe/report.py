@@ -18,6 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from rpipe.analysis.comparison import compare, ratio
 from rpipe.analysis.foreign.report import report as foreign
 from rpipe.analysis.run import RunError
 from rpipe.analysis.summary import Report, report
@@ -66,23 +67,25 @@ def main(argv: Sequence[str]) -> int:
     """0: printed; 2: there is nothing to report, said in one line on stderr."""
     parser = argparse.ArgumentParser(prog="rpipe report", description="Figures of a run, from its event log.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run dir; several: their medians side by side")
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write one row an iteration")
-    parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw one iteration: engines, trainer, publish")
+    parser.add_argument("--json", action="store_true", help="print all figures as JSON; of two runs with their ratios")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="also write a row an iteration; of two runs, a row a figure")
+    parser.add_argument("--timeline", type=Path, metavar="FILE.png", help="also draw one iteration: engines, tools, trainer")
     parser.add_argument("--html", type=Path, nargs="?", const=Path(), metavar="FILE", help=HTML_HELP)
     parser.add_argument("--trace", type=Path, metavar="FILE.json", help="also write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--iteration", type=int, metavar="N", help="which one to draw (default: the last complete one)")
     asked = parser.parse_args(list(argv))
     try:
-        if len(asked.runs) > 1 and (asked.json or asked.csv or asked.timeline or asked.trace):
-            raise RunError("--json, --csv, --timeline and --trace want one run")
+        if len(asked.runs) > 1 and (asked.timeline or asked.trace):
+            raise RunError("--timeline and --trace want one run")
+        if len(asked.runs) > 2 and (asked.json or asked.csv):
+            raise RunError("--json and --csv want one run, or two to compare")
         if asked.iteration is not None and not asked.timeline:
             raise RunError("--iteration says what --timeline FILE.png draws; wanted: both")
         names = _names(asked.runs)
         pages = _pages(asked.runs, names, asked.html)
         reports = [page["report"] for page in pages] or [foreign(*one) or report(*one) for one in zip(asked.runs, names)]
         if asked.csv:
-            _write_csv(asked.csv, reports[0])
+            _write_csv(asked.csv, reports)
         if asked.trace:
             from rpipe.analysis import trace
 
@@ -101,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{error.filename}: cannot be written: {error.strerror}", file=sys.stderr)
         return 2
     if asked.json:
-        print(json.dumps(reports[0]))
+        print(json.dumps(compare(*reports) if len(reports) == 2 else reports[0]))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 132, highlight=False, soft_wrap=False)
     if len(reports) > 1:
@@ -275,11 +278,7 @@ def _side_by_side(reports: list[Report]) -> Table:
 
 
 def _ratio(figures: list[Any]) -> list[str]:
-    """Of two runs, the second's figure in terms of the first's."""
-    if len(figures) != 2:
-        return []
-    first, second = figures
-    return [f"{second / first:.3f}" if first and second is not None else "-"]
+    return [_f(ratio(*figures), ".3f")] if len(figures) == 2 else []
 
 
 def _pages(runs: Sequence[Path], names: Sequence[str], wanted: Path | None) -> list[Report]:
@@ -306,11 +305,16 @@ def _write_page(target: Path, runs: Sequence[Path], pages: list[Report]) -> None
     print(f"wrote {target}", file=sys.stderr)
 
 
-def _write_csv(path: Path, told: Report) -> None:
-    names = ["iteration", *COMPARED]
-    if told["iterations"]:
-        names = [name for name in told["iterations"][0] if name != "raw"]
+def _write_csv(path: Path, reports: list[Report]) -> None:
+    """Of one run a line an iteration, of two a line a figure."""
+    told = reports[0]
+    rows, names = told["iterations"], ["iteration", *COMPARED]
+    if len(reports) == 2:
+        rows = [{"metric": name, **values} for name, values in compare(*reports)["metrics"].items()]
+        names = ["metric", "a", "b", "ratio"]
+    elif rows:
+        names = [name for name in rows[0] if name != "raw"]
     with path.open("w", newline="") as file:
         out = csv.DictWriter(file, names, extrasaction="ignore")
         out.writeheader()
-        out.writerows(told["iterations"])
+        out.writerows(rows)

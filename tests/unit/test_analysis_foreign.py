@@ -182,6 +182,10 @@ def test_the_command_knows_the_format_and_compares_with_others(tmp_path: Path, c
     assert "verl.log: verl, 1 rows" in out and "note: could not be read: 1 torn figures" in out and "11.00" in out
     assert main([str(verl), str(slime)]) == 0
     assert "slime.log" in capsys.readouterr().out
+    assert main([str(verl), str(slime), "--json"]) == 0
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics["rollout_s"] == {"a": 11.0, "b": 10.0, "ratio": pytest.approx(10 / 11)}
+    assert metrics["turns_mean"] == {"a": 2.0, "b": None, "ratio": None}, "slime says nothing of turns"
     assert main([str(slime), "--csv", str(tmp_path / "slime.csv"), "--json"]) == 0
     assert (tmp_path / "slime.csv").read_text().startswith("iteration,rollout_s,train_busy_s")
     assert json.loads(capsys.readouterr().out)["iterations"][0]["raw"]["perf/step_time"] == 22.0

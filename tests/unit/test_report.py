@@ -133,7 +133,34 @@ def test_two_runs_are_shown_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if "rollout_s" in line).split() == ["rollout_s", "4.00", "4.00", "1.000"]
-    assert main([str(a), str(b), "--json"]) == 2
+
+
+def test_two_runs_are_compared_for_machines_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    a, b = make_run(tmp_path / "a", 2), make_run(tmp_path / "b", 3, rewards=(1.0, 1.0))
+    assert main([str(a), str(b), "--json", "--csv", str(tmp_path / "x.csv")]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [len(told[side]["iterations"]) for side in "ab"] == [2, 3] and told["a"]["run"]["name"] == "tidy (a)"
+    assert told["metrics"]["reward_mean"] == {"a": 0.5, "b": 1.0, "ratio": 2.0}
+    assert told["metrics"]["groups_dropped"] == {"a": 0, "b": 0, "ratio": None}, "nothing is a multiple of 0"
+    assert set(told["metrics"]) == {*told["a"]["run"]["medians"], "tokens_per_s"}
+    with (tmp_path / "x.csv").open() as file:
+        rows = {row.pop("metric"): row for row in csv.DictReader(file)}
+    assert list(rows) == list(told["metrics"])
+    assert rows["reward_mean"] == {"a": "0.5", "b": "1.0", "ratio": "2.0"} and rows["groups_dropped"]["ratio"] == ""
+
+
+def test_data_of_more_runs_than_two_and_pictures_of_more_than_one_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    runs = [str(make_run(tmp_path / name, 1)) for name in "abc"]
+    for options, message in (
+        ([*runs, "--json"], "--json and --csv want one run, or two to compare"),
+        ([*runs, "--csv", str(tmp_path / "x.csv")], "--json and --csv want one run, or two to compare"),
+        ([*runs[:2], "--timeline", str(tmp_path / "x.png")], "--timeline and --trace want one run"),
+    ):
+        assert main(options) == 2
+        assert capsys.readouterr().err == f"{message}\n"
+    assert not (tmp_path / "x.csv").exists()
 
 
 def test_two_runs_of_one_name_are_told_apart_by_their_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
