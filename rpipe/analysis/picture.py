@@ -1,4 +1,4 @@
-"""How does one iteration look: engines above, trainer below, then its groups, on one clock?
+"""How does one iteration look: engines (and tools, if it used any) above, trainer below, then its groups, on one clock?
 
 Colour is the optimizer step that a group ends up in, so a frontier shows as one colour finishing before the next. A group's row
 is grey while it is deferred, then has a line for each trajectory, then its rewards, its way, its wait and its training.
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rpipe.analysis.run import RunError
-from rpipe.analysis.timeline import Bar, Timeline, timeline
+from rpipe.analysis.timeline import Bar, Timeline, timeline, width
 
 # Okabe and Ito's colours: told apart by all eyes, and in print
 STEP_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#882255")
 DROPPED = "#BBBBBB"
 STEP, PUBLISH, SAVE = "#222222", "#8A63D2", "#C9B18A"
 DEFERRED, REWARD, WAITS = "#E4E8ED", "#C9971A", "#A9B4C2"
-SLOTS_INCHES, GROUPS_INCHES = (0.9, 3.6), (0.7, 2.8)
+SLOTS_INCHES, TOOLS_INCHES, GROUPS_INCHES = (0.9, 3.6), (0.4, 1.2), (0.7, 2.8)
 WIDTH_INCHES = 8.6
 FAINT = "#E9ECF0"
 
@@ -45,17 +45,19 @@ def figure(told: Timeline) -> Any:
     from matplotlib.figure import Figure
 
     lanes = _trainer_lanes(told)
-    low, high = SLOTS_INCHES
-    slots = min(high, max(low, 0.04 * sum(told.slots.values())))
-    trainer = 0.21 * len(lanes)
-    low, high = GROUPS_INCHES
-    groups = min(high, max(low, 0.09 * len(told.groups)))
-    whole = Figure(figsize=(WIDTH_INCHES, slots + trainer + groups + 1.5), layout="constrained")
-    above, middle, below = whole.subplots(3, 1, sharex=True, height_ratios=[slots, trainer, groups])
-    _engines(above, told)
-    _trainer(middle, told, lanes)
-    _groups(below, told)
-    for axes in (above, middle, below):
+    inches = {"engines": _within(SLOTS_INCHES, 0.04 * sum(told.slots.values()))}
+    if told.tools:
+        inches["tools"] = _within(TOOLS_INCHES, 0.04 * width(told.tools))
+    inches |= {"trainer": 0.21 * len(lanes), "groups": _within(GROUPS_INCHES, 0.09 * len(told.groups))}
+    heights = list(inches.values())
+    whole = Figure(figsize=(WIDTH_INCHES, sum(heights) + 1.5), layout="constrained")
+    parts = dict(zip(inches, whole.subplots(len(heights), 1, sharex=True, height_ratios=heights)))
+    _slots(parts["engines"], told, {f"engine {e}\n{told.slots[e]} slots": bars for e, bars in told.turns.items()})
+    if told.tools:
+        _slots(parts["tools"], told, {f"tools\n{width(told.tools)} at once": told.tools})
+    _trainer(parts["trainer"], told, lanes)
+    _groups(parts["groups"], told)
+    for axes in parts.values():
         axes.tick_params(labelsize=8, length=0, colors="#444444")
         axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
@@ -63,11 +65,15 @@ def figure(told: Timeline) -> Any:
         for t, style in _moments(told):
             if t is not None:
                 axes.axvline(t, color="black", linewidth=0.8, linestyle=style)
-    below.set_xlabel("seconds since the rollout was requested", fontsize=9)
-    below.set_xlim(left=0)
-    above.set_title(_title(told), fontsize=9, loc="left")
+    parts["groups"].set_xlabel("seconds since the rollout was requested", fontsize=9)
+    parts["groups"].set_xlim(left=0)
+    parts["engines"].set_title(_title(told), fontsize=9, loc="left")
     whole.legend(handles=_legend(told), loc="outside lower center", ncols=6, fontsize=8, frameon=False, handlelength=1.2)
     return whole
+
+
+def _within(limits: tuple[float, float], inches: float) -> float:
+    return min(limits[1], max(limits[0], inches))
 
 
 def _groups(axes: Any, told: Timeline) -> None:
@@ -124,18 +130,18 @@ def _bars(axes: Any, bars: list[Bar], y: float, height: float, colour: Any, edge
     axes.broken_barh(spans, (y, height), facecolors=colour, edgecolors="white", linewidth=edge)
 
 
-def _engines(axes: Any, told: Timeline) -> None:
-    """One lane a slot; engines from the top, a line between two."""
+def _slots(axes: Any, told: Timeline, rows: dict[str, list[Bar]]) -> None:
+    """One lane a slot; rows (each an engine's, under its label) from the top, a line between two."""
     steps, top, ticks = _steps(told), 0, []
-    edge = 0.3 if sum(told.slots.values()) <= 80 else 0.0
-    for engine, bars in told.turns.items():
+    edge = 0.3 if sum(map(width, rows.values())) <= 80 else 0.0
+    for name, bars in rows.items():
         lanes: dict[tuple[int, int | None], list[Bar]] = {}
         for bar in bars:
             lanes.setdefault((bar.lane, bar.step), []).append(bar)
         for (lane, step), members in lanes.items():
             _bars(axes, members, top + lane + 0.05, 0.9, _colour(step, steps), edge)
-        ticks.append((top + told.slots[engine] / 2, f"engine {engine}\n{told.slots[engine]} slots"))
-        top += told.slots[engine]
+        ticks.append((top + width(bars) / 2, name))
+        top += width(bars)
         axes.axhline(top, color="#888888", linewidth=0.4)
     axes.set_ylim(top, 0)
     axes.set_yticks([y for y, _ in ticks], [name for _, name in ticks])

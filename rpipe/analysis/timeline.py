@@ -12,12 +12,12 @@ from rpipe.analysis.collect import Collector, stream
 from rpipe.analysis.lanes import lanes
 from rpipe.analysis.metrics import Attempt, Iteration
 from rpipe.analysis.run import RunError, attempts, read
-from rpipe.analysis.spans import Detail, Track
+from rpipe.analysis.spans import Detail, Track, tool_calls
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """Something that lasted. `lane` is a slot of an engine, or a replica; `step` counts from 0 within the iteration."""
+    """Something that lasted. `lane`: a slot of an engine (of the tools) or a replica; `step` counts from 0 in the iteration."""
 
     lane: int
     start: float
@@ -46,6 +46,7 @@ class Timeline:
     iteration: int
     simulated: bool = False
     turns: dict[int, list[Bar]] = field(default_factory=dict)  # engine -> bars, lanes from 0
+    tools: list[Bar] = field(default_factory=list)  # the environment's answers, lanes from 0; most runs ask for none
     completions: list[tuple[float, int | None]] = field(default_factory=list)  # trainable groups: when, and their step
     micro_batches: list[Bar] = field(default_factory=list)  # lane = replica
     steps: list[Bar] = field(default_factory=list)
@@ -59,7 +60,12 @@ class Timeline:
     @property
     def slots(self) -> dict[int, int]:
         """Lanes of each engine."""
-        return {engine: 1 + max(bar.lane for bar in bars) for engine, bars in self.turns.items()}
+        return {engine: width(bars) for engine, bars in self.turns.items()}
+
+
+def width(bars: list[Bar]) -> int:
+    """Lanes that they lie in."""
+    return 1 + max(bar.lane for bar in bars)
 
 
 def timeline(run: Path, iteration: int | None) -> Timeline:
@@ -101,7 +107,7 @@ def _of(at: Detail, figures: Iteration, track: Track) -> Timeline:
 
     index = at.step_index()
     step_of = {g.group: index.get(g.step) if g.step is not None else None for g in at.groups.values()}
-    found = Timeline(at.iteration, turns=_turns(at, zero, step_of))
+    found = Timeline(at.iteration, turns=_turns(at, zero, step_of), tools=_tools(at, zero, step_of))
     for m in at.micro_batches:
         if m.started_t is not None and m.ended_t is not None:
             found.micro_batches.append(Bar(m.replica, m.started_t - zero, m.ended_t - zero, index.get(m.step)))
@@ -139,3 +145,13 @@ def _turns(at: Detail, zero: float, step_of: dict[int, int | None]) -> dict[int,
         slots = lanes([(start, end) for start, end, _ in mine])
         laid[engine] = [Bar(slot, start, end, step_of.get(group)) for slot, (start, end, group) in zip(slots, mine)]
     return laid
+
+
+def _tools(at: Detail, zero: float, step_of: dict[int, int | None]) -> list[Bar]:
+    """From the question to the answer, a wait for a free process included; lanes as of turns."""
+    calls = tool_calls(at)
+    slots = lanes([(asked, answered) for asked, answered, _, _ in calls])
+    return [
+        Bar(slot, asked - zero, answered - zero, step_of.get(trajectory.group))
+        for slot, (asked, answered, _, trajectory) in zip(slots, calls)
+    ]
