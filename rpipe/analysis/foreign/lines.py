@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,3 +75,26 @@ def number(text: str) -> float | None:
     """None where it is not finite."""
     value = float(text)
     return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What stands behind one `head` of a line, up to the next, as plain text. `cut`: the file ends in it."""
+
+    number: int
+    head: re.Match[str]
+    text: str
+    cut: bool
+
+
+def parts(found: Iterable[Line], head: re.Pattern[str], fragment: re.Pattern[str], torn: str, unread: Unread) -> Iterator[Part]:
+    """One a head, for lines may be joined. A line without any is `torn` where it holds a `fragment` of figures."""
+    for line in found:
+        heads = list(head.finditer(line.text))
+        if not heads and fragment.search(line.text):
+            unread.add(line.number, torn, line.text)
+        elif not heads:
+            unread.others += 1
+        ends = [*(following.start() for following in heads[1:]), len(line.text)]
+        for at, (begin, end) in enumerate(zip(heads, ends), 1):
+            yield Part(line.number, begin, unwrapped(line.text[begin.end() : end]), cut=at == len(heads) and not line.whole)

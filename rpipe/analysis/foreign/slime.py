@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from rpipe.analysis.foreign.lines import NUMBER, Line, Unread, number, unwrapped
+from rpipe.analysis.foreign.lines import NUMBER, Line, Part, Unread, number, parts
 
 HEAD = re.compile(r"(?:^|[^\w/])(perf|rollout|eval|step) (\d+): (?=\{)")
 PAIR = re.compile(rf"""['"]([\w./@\-]+)['"]:\s*({NUMBER}|None)\s*(?=[,}}])""")
@@ -27,32 +27,23 @@ def console(found: Iterable[Line], unread: Unread) -> tuple[dict[int, Row], dict
     """Rollout -> figures (perf, rollout and eval dicts merged), and optimizer step -> figures."""
     rollouts: dict[int, Row] = {}
     steps: dict[int, Row] = {}
-    for line in found:
-        heads = list(HEAD.finditer(line.text))
-        if not heads:
-            if FRAGMENT.search(line.text):
-                unread.add(line.number, "parts of figures without their number", line.text)
-            else:
-                unread.others += 1
-            continue
-        for at, head in enumerate(heads):
-            end = heads[at + 1].start() if at + 1 < len(heads) else len(line.text)
-            figures = _dict(line, unwrapped(line.text[head.end() : end]), unread)
-            (steps if head[1] == "step" else rollouts).setdefault(int(head[2]), {}).update(figures)
+    for part in parts(found, HEAD, FRAGMENT, "parts of figures without their number", unread):
+        of = steps if part.head[1] == "step" else rollouts
+        of.setdefault(int(part.head[2]), {}).update(_dict(part, unread))
     return rollouts, steps
 
 
-def _dict(line: Line, text: str, unread: Unread) -> Row:
-    """The dict that `text` begins with; of a torn one the pairs that are whole."""
-    closed = text.find("}")
+def _dict(part: Part, unread: Unread) -> Row:
+    """The dict that the part begins with; of a torn one the pairs that are whole."""
+    closed = part.text.find("}")
     if closed >= 0:
         try:
-            body = re.sub(r"(?<![\w'\"])[-+]?(?:nan|inf)(?![\w'\"])", "None", text[: closed + 1])
+            body = re.sub(r"(?<![\w'\"])[-+]?(?:nan|inf)(?![\w'\"])", "None", part.text[: closed + 1])
             return {str(key): value for key, value in ast.literal_eval(body).items()}
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             pass
-    unread.add(line.number, "torn figures", text)
-    return {key: None if value == "None" else number(value) for key, value in PAIR.findall(text)}
+    unread.add(part.number, "torn figures", part.text)
+    return {key: None if value == "None" else number(value) for key, value in PAIR.findall(part.text)}
 
 
 def rows(rollouts: dict[int, Row], steps: dict[int, Row]) -> list[Row]:

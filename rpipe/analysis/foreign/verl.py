@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rpipe.analysis.foreign.lines import NUMBER, Line, Unread, number, unwrapped
+from rpipe.analysis.foreign.lines import NUMBER, Line, Part, Unread, number, parts
 
-STEP = re.compile(r"(?:^|[^A-Za-z_/])step:(\d+)(?= - )")
+STEP = re.compile(r"(?<![A-Za-z_/])step:(\d+)(?= - )")
 PAIR = re.compile(rf"^([A-Za-z_][\w./@ \-]*):({NUMBER})(.*)$")
 FRAGMENT = re.compile(rf" - [A-Za-z_]+/[\w./@\-]+:{NUMBER}")
 TRAINING = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -28,33 +28,23 @@ Row = dict[str, Any]
 def console(found: Iterable[Line], unread: Unread) -> dict[int, Row]:
     """Step -> every figure that was read, under verl's own names. A step printed again (after a resume) replaces the first."""
     steps: dict[int, Row] = {}
-    for line in found:
-        begins = list(STEP.finditer(line.text))
-        if not begins:
-            if FRAGMENT.search(line.text):
-                unread.add(line.number, "parts of a step without its number", line.text)
-            else:
-                unread.others += 1
-            continue
-        for at, begin in enumerate(begins):
-            last = at + 1 == len(begins)
-            end = len(line.text) if last else begins[at + 1].start(1) - len("step:")
-            row = _pairs(line, line.text[begin.end() : end], unread, cut=last and not line.whole)
-            if row:
-                steps[int(begin[1])] = row
+    for part in parts(found, STEP, FRAGMENT, "parts of a step without its number", unread):
+        row = _pairs(part, unread)
+        if row:
+            steps[int(part.head[1])] = row
     return steps
 
 
-def _pairs(line: Line, text: str, unread: Unread, cut: bool) -> Row:
+def _pairs(part: Part, unread: Unread) -> Row:
     row: Row = {}
-    parts = unwrapped(text).split(" - ")[1:]
-    for index, part in enumerate(parts):
-        found = PAIR.match(part)
-        torn = cut and index + 1 == len(parts)
+    pairs = part.text.split(" - ")[1:]
+    for index, pair in enumerate(pairs, 1):
+        found = PAIR.match(pair)
+        torn = part.cut and index == len(pairs)
         if found is None or torn:
-            unread.add(line.number, "torn figures", part)
+            unread.add(part.number, "torn figures", pair)
         elif found[3].strip():
-            unread.add(line.number, "figures run into other text", part)
+            unread.add(part.number, "figures run into other text", pair)
         else:
             row[found[1]] = number(found[2])
     return row
