@@ -132,6 +132,11 @@ def test_torn_and_joined_slime_lines_survive_and_are_counted(tmp_path: Path):
     assert told["run"]["unread"][0] == "could not be read: 1 parts of figures without their number, 2 torn figures"
 
 
+def test_of_slime_s_figures_run_together_without_a_space_none_is_lost(tmp_path: Path):
+    told = read(tmp_path, "perf 0: {'perf/rollout_time': 10.0}perf 1: {'perf/rollout_time': 11.0}step 0: {'train/loss': 0.5}\n")
+    assert [row["rollout_s"] for row in told["iterations"]] == [10.0, 11.0] and told["run"]["unread"] == []
+
+
 def test_a_verl_rollout_dump_is_read_from_its_folder_or_file(tmp_path: Path):
     dump = tmp_path / "dump"
     dump.mkdir()

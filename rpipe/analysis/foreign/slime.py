@@ -16,7 +16,7 @@ from typing import Any
 
 from rpipe.analysis.foreign.lines import NUMBER, Line, Part, Unread, number, parts
 
-HEAD = re.compile(r"(?:^|[^\w/])(perf|rollout|eval|step) (\d+): (?=\{)")
+HEAD = re.compile(r"(?<![\w/])(perf|rollout|eval|step) (\d+): (?=\{)")
 PAIR = re.compile(rf"""['"]([\w./@\-]+)['"]:\s*({NUMBER}|None)\s*(?=[,}}])""")
 FRAGMENT = re.compile(r"""['"](?:perf|rollout|train|eval)/[\w./@\-]+['"]:\s*[-\d]""")
 BETWEEN = ("update_weights", "save_model", "eval")  # in the trainer's wait, and not waiting for the rollout
