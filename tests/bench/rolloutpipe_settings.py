@@ -128,16 +128,15 @@ def bound_s(config: Config, work: list[GroupWork], slowdown: float, compute_s: f
     """No schedule is faster, even one that knows every length.
 
     The trainer cannot begin before some group has ended, and needs `compute_s` from then on; the last group to end must still
-    be trained; the engine makes at most the tokens a second of its largest batch, and no response is faster than alone.
+    be trained; the engine makes at most the tokens a second of its largest batch, and no response is faster than alone (its
+    siblings need not run beside it to the end: they may be short, or be over).
     """
-    costs, k = engine_costs(config), config.rollout.trajectories_per_group
+    costs, running = engine_costs(config), config.engine.max_running
     alone_s = costs.decode_s(1, 0.0) * slowdown
-    first_s = min(max(w.output_tokens) for w in work) * costs.decode_s(k, 0.0) * slowdown
-    running = config.engine.max_running
     tokens = sum(sum(w.output_tokens) for w in work)
-    rollout_s = max(
-        tokens * costs.decode_s(running, 0.0) * slowdown / running, max(max(w.output_tokens) for w in work) * alone_s
-    )
+    longest = [max(w.output_tokens) for w in work]
+    first_s = min(longest) * alone_s
+    rollout_s = max(tokens * costs.decode_s(running, 0.0) * slowdown / running, max(longest) * alone_s)
     least_s = min(sum(w.output_tokens) for w in work) * compute_s / tokens
     return max(first_s + compute_s, rollout_s + least_s)
 
