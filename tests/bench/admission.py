@@ -12,6 +12,7 @@ Means over three seeds, and the iterations but the first: it has no measured rat
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def cell(made: Callable[[int], Config]) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     title = f"{'end, s / first dispatch, s':>24} " + " ".join(f"{policy:>18}" for policy in POLICIES)
     print(title)
     for groups in (32, 96):

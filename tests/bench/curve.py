@@ -5,20 +5,27 @@ python -m tests.bench.curve RUN_DIR OUT.png
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
-
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from typing import Any
 
 
 def main() -> None:
-    run, out = Path(sys.argv[1]), Path(sys.argv[2])
-    report = json.loads((run / "report.json").read_text())
-    figure, axes = plt.subplots(figsize=(6.4, 3.2), dpi=110)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("out", type=Path, metavar="OUT.png")
+    arguments = parser.parse_args()
+    draw(json.loads((arguments.run / "report.json").read_text()), arguments.out)
+
+
+def draw(report: dict[str, Any], out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.4, 3.2), dpi=110)
     iterations = report["iterations"]
     axes.plot([i["iteration"] + 1 for i in iterations], [i["reward_mean"] for i in iterations], color="#9ab", label="training")
     held_out = report["evaluations"]

@@ -5,8 +5,8 @@ python -m tests.bench.memory CONFIG [key=value ...]       one process, one step 
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,11 @@ from tests.job.mpi import free_port
 
 
 def main() -> None:
-    config = configs.load(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    config = configs.load(arguments.config, arguments.overrides)
     folder = gguf_model.convert(config.model) if config.model.gguf else Path(config.model.path or "")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     devices.prepare(config.cluster.accelerator)
@@ -39,14 +43,15 @@ def main() -> None:
         trainer.accumulate([batch(tokens, 64, shape.vocab_size, k) for k in range(2)])
         trainer.finish_step()
         told.append((name, resident(device)))
-    need = memory.training(config, shape)
-    for part, size in need.parts.items():
-        print(f"{'estimated ' + part:40} {size / 2**20:8.0f} MiB")
-    print(f"{'estimated':40} {need.total / 2**20:8.0f} MiB")
-    for phase, size in told:
-        print(f"{'held after ' + phase:40} {size / 2**20:8.0f} MiB")
-    peak = devices.peak_bytes(config.cluster.accelerator)
-    print(f"{'held at most':40} {peak / 2**20:8.0f} MiB, {peak / need.total:.2f} of the estimate")
+    print(table(memory.training(config, shape), told, devices.peak_bytes(config.cluster.accelerator)))
+
+
+def table(need: memory.Need, held: list[tuple[str, int]], peak_bytes: int) -> str:
+    """`held`: bytes after each phase."""
+    rows = [(f"estimated {part}", size) for part, size in need.parts.items()]
+    rows += [("estimated", need.total), *((f"held after {phase}", size) for phase, size in held), ("held at most", peak_bytes)]
+    lines = [f"{name:40} {size / 2**20:8.0f} MiB" for name, size in rows]
+    return "\n".join(lines) + f", {peak_bytes / need.total:.2f} of the estimate"
 
 
 def resident(device: object) -> int:
