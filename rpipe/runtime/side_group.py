@@ -25,6 +25,12 @@ def serve_store(address: str, timeout_s: float) -> dist.TCPStore:
     return dist.TCPStore(address, 0, None, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
+def dial_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """A connection of its own to a served store, also from the process that serves it: who waits over one lets nobody else
+    of that connection do anything."""
+    return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
 def side_group(
     address: str,
     port: int,

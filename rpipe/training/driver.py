@@ -266,7 +266,9 @@ class TrainingDriver:
                 self._receive(message)
             self._mailbox.check_silence(self.config.limits.message_s, lambda: "the rollout side to name the living engines")
             time.sleep(POLL_S)
-        publisher.meet(self._takers.pop(version).engines, self._send_now)
+        takers = self._takers.pop(version).engines
+        self._at_work = f"the update groups of engines {', '.join(str(engine) for engine, _ in takers)}"
+        publisher.meet(takers, self._send_now)
 
     def _send_now(self, message: Message) -> None:
         self._mailbox.send(ROLLOUT, message)

@@ -11,6 +11,7 @@ The cost: the trainer's rank sends the model once to each engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 from rpipe.config import Config
 from rpipe.core.types import Version
 from rpipe.runtime.messages import Join, Message, Published, TensorEntry
-from rpipe.runtime.side_group import leave, serve_store, side_group, weights_group
+from rpipe.runtime.side_group import dial_store, leave, serve_store, side_group, weights_group
 from rpipe.training.snapshot import Snapshots
 from rpipe.training.trainer import WeightSpec, cut
 
@@ -48,7 +49,8 @@ class Publisher:
         self._buckets = tuple(tuple(TensorEntry(*spec) for spec in bucket) for bucket in buckets)
 
     def meet(self, takers: tuple[tuple[int, int], ...], send: Callable[[Message], None]) -> None:
-        """Groups with exactly these (engine, life); `send` brings a Join to its engine at once."""
+        """Groups with exactly these (engine, life); `send` brings a Join to its engine at once. Those without a group yet are
+        waited for together: for engine.stall_deadline_s, however many of them are dead."""
         lives = dict(takers)
         for engine in [e for e, member in self._members.items() if lives.get(e) != member.life]:
             leave(self._members.pop(engine).group)
@@ -58,17 +60,24 @@ class Publisher:
             group = weights_group(engine, life)
             send(Join(engine, life, group, self._address, port, 1 + tp, self._config.backend, self._buckets))
         self._absent = []
-        for engine, life in new:
+        if not new:
+            return
+        with ThreadPoolExecutor(len(new), "join") as pool:
+            joins = [pool.submit(self._group, engine, life) for engine, life in new]
+        waited = f"engines {', '.join(str(engine) for engine, _ in new)} were waited for"
+        for (engine, life), join in zip(new, joins):
             try:
-                self._members[engine] = Member(life, self._group(engine, life))
+                self._members[engine] = Member(life, join.result())
             except RuntimeError as error:
-                self._absent.append((engine, life, _told(engine, "did not join the broadcast of weights", error)))
+                told = _told(engine, f"did not join the broadcast of weights ({waited})", error)
+                self._absent.append((engine, life, told))
 
     def _group(self, engine: int, life: int) -> dist.ProcessGroup:
         config = self._config
+        timeout_s = config.engine.stall_deadline_s
         return side_group(
             self._address, self._store.port, 1 + config.engine.tp, 0, weights_group(engine, life), config.backend,
-            config.engine.stall_deadline_s, self._store,
+            timeout_s, dial_store(self._address, self._store.port, timeout_s),
         )  # fmt: skip
 
     def publish(self, version: Version, buckets: Iterator[list[tuple[str, torch.Tensor]]]) -> tuple[Published, int]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,13 +126,21 @@ def test_a_dead_engine_holds_up_nobody_and_its_group_is_made_anew(trainer, tmp_p
     asyncio.run(asyncio.wait_for(work(), 55))
 
 
-def test_an_engine_that_never_joins_is_left_out(trainer):
+def test_engines_that_never_join_are_waited_for_together_and_left_out(trainer):
+    absent = list(range(6))
+
     async def work() -> None:
-        first = await up(0)
-        told = await trainer.publish(0, {0: (0, first), 1: (0, None)})
-        assert [(e, life) for e, life, _ in told["failed"]] == [(1, 0)] and "did not join" in told["failed"][0][2]
-        assert first.weights.nbytes == 96
-        await first.stop()
+        last = await up(6)
+        await trainer.publish(0, {})  # it is up
+        began = time.monotonic()
+        told = await trainer.publish(1, {**dict.fromkeys(absent, (0, None)), 6: (0, last)})
+        assert STALL_S - 1 < time.monotonic() - began < len(absent) * STALL_S / 2  # one after another would take twice that
+        assert [(e, life) for e, life, _ in told["failed"]] == [(e, 0) for e in absent]
+        for engine, _, reason in told["failed"]:
+            told_first = f"engine {engine} did not join the broadcast of weights (engines 0, 1, 2, 3, 4, 5, 6 were waited for)"
+            assert reason.startswith(told_first)
+        assert last.weights.nbytes == 96, "behind the dead ones"
+        await last.stop()
 
     asyncio.run(asyncio.wait_for(work(), 55))
 
