@@ -222,11 +222,25 @@ class Cluster:
         raise ClusterError(f"job {number}: {state} after {timeout_s:g} s, wanted {' or '.join(states)} {asked or ''}")
 
     def cancel_all(self) -> None:
-        """No job may be left for the next test."""
-        self.run(CONTROLLER, ["scancel", "--state=PENDING,RUNNING,SUSPENDED", "--user=root"], check=False)
+        """No job, cut link or crashed host may be left for the next test. Raises ClusterError, naming what stays."""
+        for name in self.names:
+            if name in self._inits:
+                self.restore(name)
+            else:
+                self.boot(name, wait=False)
+        end = time.monotonic() + START_S
+        while left := self.jobs_left():
+            if time.monotonic() > end:
+                raise ClusterError(f"{' '.join(left)} after {START_S:g} s, wanted no jobs")
+            self.run(CONTROLLER, ["scancel", "--user=root"], check=False)  # again: one that was being requeued is pending now
+            time.sleep(0.2)
         for name in self.names:
             self.run(CONTROLLER, ["scontrol", "update", f"nodename={name}", "state=resume"], check=False)
         self._wait_idle(self.names)
+
+    def jobs_left(self) -> list[str]:
+        """Every job that is not over, as NUMBER:STATE."""
+        return self.run(CONTROLLER, ["squeue", "--noheader", "--format=%i:%T"]).stdout.split()
 
     def received_bytes(self, host: str) -> int:
         """What came in over the host's interface since it was booted."""

@@ -70,6 +70,21 @@ def test_a_crashed_host_takes_all_its_processes_along_and_boots_again(cluster: C
     assert cluster.run("n3", "hostname").stdout == "n3\n"
 
 
+def test_what_a_failed_test_leaves_is_gone_before_the_next(cluster: Cluster, tmp_path: Path) -> None:
+    """A job that ignores TERM, one that is being requeued, one that waits, and a cut link."""
+    stubborn = batch(tmp_path, "trap '' TERM\nwhile :; do sleep 0.2; done")
+    ask = ["--requeue", "-o", "/dev/null"]
+    runs, requeued = (cluster.submit(*ask, "-N1", "--exclusive", stubborn) for _ in range(2))
+    for job in (runs, requeued):
+        cluster.wait(job, 30, ["RUNNING"])
+    waits = cluster.submit(*ask, "-N3", "--exclusive", stubborn)
+    cluster.run("ctl", ["scontrol", "requeue", str(requeued)])
+    cluster.cut("n3")
+    cluster.cancel_all()
+    assert not cluster.jobs_left()
+    assert {cluster.job(job)["JobState"] for job in (runs, requeued, waits)} == {"CANCELLED"}
+
+
 def test_start_begins_anew_and_stop_leaves_nothing() -> None:
     root = Path(f"/tmp/rpipe-again-{os.getpid()}")
     cluster = Cluster(root, hosts=1, paper_hosts=1)
