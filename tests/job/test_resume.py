@@ -23,6 +23,7 @@ from rpipe.runtime.dump import read_trajectories
 from tests.job.jobs import ROOT, command, config, environment, events, members, report, train, weights
 
 INTERRUPTIONS, ITERATIONS = 10, 16
+LINES = ((60, 300), (5, 52))  # by rank: of the log, at which an attempt ends; 250 and 40 are an iteration's
 
 
 @pytest.mark.timeout(900)
@@ -38,8 +39,10 @@ def test_interrupted_ten_times_at_random_events_it_ends_as_an_uninterrupted_run(
     run_dir, path = tmp_path / "run", tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(tree))
     for attempt in range(1, INTERRUPTIONS + 1):
-        lines = draw.randrange(60, 300)
-        assert _interrupted(path, run_dir, attempt, lines, kill=attempt % 5 != 0), f"seed {seed}: it ended before {lines} lines"
+        rank = attempt % 2  # events of rollout's coordinator, or of the trainer's
+        lines = draw.randrange(*LINES[rank])
+        ended = f"seed {seed}: it ended before {lines} lines of rank {rank}"
+        assert _interrupted(path, run_dir, attempt, rank, lines, kill=attempt % 5 != 0), ended
     train(run_dir, tree)
     assert weights(run_dir) == weights(tmp_path / "whole"), f"seed {seed}"
     found, whole = report(run_dir), report(tmp_path / "whole")
@@ -53,18 +56,18 @@ def test_interrupted_ten_times_at_random_events_it_ends_as_an_uninterrupted_run(
     _nothing_was_generated_twice_within_an_attempt(run_dir, seed)
 
 
-def _interrupted(path: Path, run_dir: Path, attempt: int, lines: int, kill: bool) -> bool:
-    """Start an attempt and end it once rollout's log has so many lines; False if it ended by itself."""
+def _interrupted(path: Path, run_dir: Path, attempt: int, rank: int, lines: int, kill: bool) -> bool:
+    """Start an attempt and end it once the rank's log has so many lines; False if it ended by itself."""
     job = subprocess.Popen(
         command(path, run_dir), cwd=ROOT, env=environment(), text=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         start_new_session=True,
     )  # fmt: skip
-    log = run_dir / f"attempt-{attempt}" / "events" / "rank00000.jsonl"
+    log = run_dir / f"attempt-{attempt}" / "events" / f"rank{rank:05d}.jsonl"
     end = time.monotonic() + 150
     while not log.exists() or log.read_bytes().count(b"\n") < lines:
         if job.poll() is not None:
             return False
-        assert time.monotonic() < end, f"attempt {attempt} did not reach {lines} lines"
+        assert time.monotonic() < end, f"attempt {attempt} did not reach {lines} lines of rank {rank}"
         time.sleep(0.005)
     processes = members(job)
     if kill:
