@@ -28,6 +28,8 @@ _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _NO_MODULE = re.compile(r"No module named '?([\w.]+)'?")
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ (is|was) (already )?(in use|taken|not available)", re.I)
 _TAIL_BYTES = 1 << 16
+_SOCKET_BYTES = 107  # the kernel's limit on a Unix socket's path
+_OURS_BYTES = 48  # of it: rpipe-XXXXXXXX, and what the server and Python's multiprocessing put below that
 
 
 class SglangServer:
@@ -53,7 +55,7 @@ class SglangServer:
         """Start on a free port; returns at once. Raises EngineError where the interpreter is not there."""
         if shutil.which(self.python) is None:
             raise EngineError(f"{self.name}: engine.python = {self.python}: no such program")
-        self._folder = Path(tempfile.mkdtemp(prefix="rpipe-"))
+        self._folder = self._make_folder()
         self.key = secrets.token_hex(16)
         secret = self._folder / "server.yaml"  # not on the command line, which every user of the machine can read
         secret.touch(mode=0o600)
@@ -71,6 +73,17 @@ class SglangServer:
             log.flush()
             self._log_start = log.tell()
             self._process = child.spawn(command, child.environment({**self.env, "TMPDIR": str(self._folder)}), log)
+
+    def _make_folder(self) -> Path:
+        """In our own TMPDIR, or in /tmp where that is so long that no socket finds room below it."""
+        ours, most = tempfile.gettempdir(), _SOCKET_BYTES - _OURS_BYTES
+        where = ours if len(os.fsencode(ours)) <= most else "/tmp"
+        try:
+            return Path(tempfile.mkdtemp(prefix="rpipe-", dir=where))
+        except OSError as error:
+            raise EngineError(
+                f"{self.name}: no folder for sockets: {where}: {error.strerror}; wanted: a TMPDIR of at most {most} characters"
+            ) from None
 
     def death(self) -> str | None:
         """None while it runs; afterwards one line that says why it ended, as far as its log knows."""

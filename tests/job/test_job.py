@@ -97,7 +97,11 @@ def test_the_run_dir_holds_what_the_readme_says(run_dir):
 
 
 @pytest.mark.timeout(400)
-def test_a_two_wide_engine_and_a_tensor_parallel_trainer_agree(tmp_path):
+def test_a_two_wide_engine_and_a_tensor_parallel_trainer_agree_in_a_long_tmpdir(tmp_path, monkeypatch):
+    """Of more characters than a Unix socket's path may have."""
+    temporary = tmp_path / ("long" * 25)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     tree = real(
         run={"iterations": 2, "seed": 5},
         cluster={"rollout_ranks": 2, "training_ranks": 2},
@@ -108,6 +112,7 @@ def test_a_two_wide_engine_and_a_tensor_parallel_trainer_agree(tmp_path):
     train(tmp_path / "run", tree, timeout_s=380)
     iterations = report(tmp_path / "run")["iterations"]
     assert len(iterations) == 2 and all(0 < i["logprob_gap_max"] < 1e-4 for i in iterations)
+    assert not list(temporary.glob("rpipe-*"))
 
 
 # ---- how a job ends
