@@ -130,13 +130,12 @@ class SglangEngine:
         deadline = loop.time() + self.config.engine.start_deadline_s
         connection = self._connection = Connection(self.server)
         while True:
-            death = self.server.death()
-            if death is not None:
+            death = self.server.unbound() or self.server.death()
+            if death:
                 raise EngineGone(death)
             with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                async with connection.session.get("/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
-                    if response.status == 200:
-                        return
+                if await connection.is_up():
+                    return
             if loop.time() > deadline:
                 raise EngineGone(
                     f"{self.name}: not up {self.config.engine.start_deadline_s:g} s after its start"

@@ -36,6 +36,15 @@ class Connection:
     async def close(self) -> None:
         await self.session.close()
 
+    async def is_up(self) -> bool:
+        """Whether the server is healthy, and ours: /health answers anybody, and another engine may have the port."""
+        within = aiohttp.ClientTimeout(total=5)
+        async with self.session.get("/health", timeout=within) as response:
+            if response.status != 200:
+                return False
+        async with self.session.get("/model_info", timeout=within) as response:
+            return response.status != 401
+
     async def post(self, path: str, body: dict[str, Any] | None, bound_s: float = COMMAND_S, if_there: bool = False) -> None:
         """With `if_there`, a server that does not know the path is fine."""
         await self.call("POST", path, body, bound_s, if_there)

@@ -27,6 +27,7 @@ POLITE_S = 0.0  # see SglangServer.stop
 _ERROR_LINE = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b")
 _NO_MODULE = re.compile(r"No module named '?([\w.]+)'?")
 _PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port \d+ (is|was) (already )?(in use|taken|not available)", re.I)
+_UNBOUND = re.compile(r"(\[Errno \d+\] )?error while attempting to bind on address .*", re.I)  # uvicorn's
 _TAIL_BYTES = 1 << 16
 _SOCKET_BYTES = 107  # the kernel's limit on a Unix socket's path
 _OURS_BYTES = 48  # of it: rpipe-XXXXXXXX, and what the server and Python's multiprocessing put below that
@@ -92,6 +93,8 @@ class SglangServer:
         code = self._process.poll()
         if code is None:
             return None
+        if unbound := self.unbound():
+            return unbound
         lines = self._log_lines()
         missing = [m.group(1) for line in lines if (m := _NO_MODULE.search(line))]
         if missing and missing[-1].partition(".")[0] == "sglang":
@@ -100,6 +103,12 @@ class SglangServer:
 
     def port_was_taken(self) -> bool:
         return any(_PORT_TAKEN.search(line) for line in self._log_lines())
+
+    def unbound(self) -> str:
+        """One line, where another process had taken the port; else "". It need not have ended by then: SGLang waits for its own
+        warm-up, which asks that port for up to twelve minutes."""
+        found = [match for line in self._log_lines() if (match := _UNBOUND.search(line))]
+        return f"{self.name}: SGLang's server cannot listen: {found[-1].group()}; see {self.log_path}" if found else ""
 
     def _log_lines(self) -> list[str]:
         """The end of what this process wrote."""

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rpipe.config import dump, parse
+from rpipe.rollout import sglang_engine, sglang_server
 from rpipe.rollout.engine import Chunk, EngineError, Sampling, TensorSpec, TurnRequest
 from rpipe.rollout.sglang_engine import SglangEngine
 from rpipe.rollout.sglang_server import free_port
@@ -413,6 +414,17 @@ def test_an_interpreter_without_sglang_is_named(model: SimpleNamespace, tmp_path
         asyncio.run(make(model, tmp_path, 3, python=str(tmp_path / "absent")).start())
     with pytest.raises(EngineError, match=r"engine\.options\.port"):
         make(model, tmp_path, 3, options={"port": 1})
+
+
+def test_a_port_that_another_engine_has_is_told_by_sglang_and_its_answers_are_not_taken_for_ours(
+    model: SimpleNamespace, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, as it costs a whole start; that three are tried is in tests/unit/test_bad_inputs.py."""
+    monkeypatch.setattr(sglang_engine, "LAUNCHES", 1)
+    monkeypatch.setattr(sglang_server, "free_port", lambda: int(served.engine.server.url.rpartition(":")[2]))
+    with pytest.raises(EngineError, match=r"engine 4: SGLang's server cannot listen: .*address already in use; see"):
+        asyncio.run(make(model, tmp_path, 4).start())
+    assert served(collect(served.engine, request("still", [5, 6], 4)))
 
 
 def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly(
