@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from rpipe.runtime.claim import require
@@ -127,6 +127,27 @@ def manifest(directory: Path) -> dict[str, Sum]:
             what = "missing" if found is None else f"{found} bytes"
             raise Damaged(f"{directory / name}: {what}, wanted {nbytes}: the checkpoint is damaged")
     return files
+
+
+def require_one(found: Sequence[Path]) -> None:
+    """Raises Damaged unless one of these has all its files, in their sizes; what is in them the ranks read."""
+    told: list[str] = []
+    for directory in found:
+        try:
+            manifest(directory)
+        except Damaged as error:
+            told.append(str(error))
+        else:
+            return
+    raise Damaged(none_whole(found[0].parent, told))
+
+
+def none_whole(folder: Path, told: Sequence[str]) -> str:
+    """The line that ends a run whose checkpoints are all damaged."""
+    return (
+        f"no checkpoint in {folder} can be read: {'; '.join(told)};"
+        " wanted: one of them whole, or that folder removed to begin anew"
+    )
 
 
 def verify(directory: Path, names: Iterable[str], files: Mapping[str, Sum]) -> str:

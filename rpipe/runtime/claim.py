@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,7 +85,8 @@ def require(run: RunDir) -> None:
 def claim(config: Config) -> Iterator[tuple[RunDir, Config]]:
     """Own the run directory and make the next attempt; yields the config with `run.dir` filled (absolute), as written there.
 
-    Raises LaunchError: not writable, in use by another job, or with attempts although run.resume = never.
+    Raises LaunchError: not writable, in use by another job, with attempts although run.resume = never, or with checkpoints none
+    of which is whole.
     """
     try:
         path = Path(config.run.dir).absolute() if config.run.dir else _fresh(config.run.name)
@@ -116,8 +117,10 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
     run = RunDir(path, before[-1] + 1 if before else 1)
     try:
         run.put_back()
-        if run.checkpoints_found():
+        if found := run.checkpoints_found():
             _same_run(run, config)
+            if config.run.resume == "auto":
+                _one_whole(found)
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
         run.attempt_path.mkdir()
         for place in (run.config, run.attempt_path / "config.yaml"):
@@ -125,6 +128,15 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
     except OSError as error:
         raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return run, config
+
+
+def _one_whole(found: Sequence[Path]) -> None:
+    from rpipe.runtime import checkpoints  # here: it asks this module whose the run is
+
+    try:
+        checkpoints.require_one(found)
+    except checkpoints.Damaged as error:
+        raise LaunchError(str(error)) from None
 
 
 def _same_run(run: RunDir, config: Config) -> None:

@@ -114,10 +114,7 @@ def load(
                 may_write()
                 checkpoints.set_aside(old)
         return path, extra
-    raise ValueError(
-        f"no checkpoint in {found[0].parent} can be read: {'; '.join(damaged)};"
-        " wanted: one of them whole, or that folder removed to begin anew"
-    )
+    raise ValueError(checkpoints.none_whole(found[0].parent, damaged))
 
 
 def tell(mailbox: Mailbox, world: World, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -94,6 +95,19 @@ def test_the_run_dir_holds_what_the_readme_says(run_dir):
         "tensorboard",
     ):
         assert (run_dir / name).exists(), name
+
+
+def test_checkpoints_that_are_all_torn_are_refused_before_a_rank_starts(run_dir, tmp_path):
+    torn = tmp_path / "run"
+    shutil.copytree(run_dir / "checkpoints", torn / "checkpoints")
+    places = sorted((torn / "checkpoints").iterdir(), reverse=True)
+    for place in places:
+        largest = max(place.iterdir(), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+    told = train(torn, config(), code=2)
+    assert len(told.splitlines()) == 1 and told.startswith(f"no checkpoint in {torn}/checkpoints can be read: {places[0]}/")
+    assert told.count(": the checkpoint is damaged;") == len(places) and "wanted: one of them whole" in told
+    assert not list(torn.glob("attempt-*"))
 
 
 @pytest.mark.timeout(400)

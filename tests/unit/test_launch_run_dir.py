@@ -11,6 +11,7 @@ import pytest
 from rpipe import config as configs
 from rpipe.config import Config
 from rpipe.runtime import environment
+from rpipe.runtime.checkpoints import seal
 from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
 
@@ -90,6 +91,7 @@ def test_a_run_with_a_checkpoint_does_not_go_on_as_another_run(tmp_path: Path) -
     begun = config(str(tmp_path))
     with claim(begun) as (run, _):
         run.checkpoint(2).mkdir(parents=True)
+        seal(run.checkpoint(2), {})
     kept = (tmp_path / "config.yaml").read_text()
     other = begun.model_copy(update={"run": begun.run.model_copy(update={"seed": 7})})
     with pytest.raises(LaunchError, match=r"run\.seed = 7, begun with 0; wanted: the same, or another run\.dir"), claim(other):
