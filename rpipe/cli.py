@@ -20,8 +20,8 @@ def parser() -> argparse.ArgumentParser:
         "train",
         help="run a job on this machine or in this Slurm allocation",
         description="Starts the ranks (mpirun, or srun inside a Slurm allocation), watches over them, and reports at the end.",
-        epilog="Exit code: 0 ended, 1 failed, 2 not started (the config or the run directory), 130 Ctrl-C, 143 SIGTERM,"
-        " 75 stopped by USR2."
+        epilog="Exit code: 0 ended, 1 failed, 2 not started (the config, what it names, or the run directory), 130 Ctrl-C,"
+        " 143 SIGTERM, 75 stopped by USR2."
         " Ctrl-C asks for an end at the next safe point; twice ends at once.",
     )
     train.add_argument("config", metavar="CONFIG", help="a run file")

@@ -1,6 +1,7 @@
 """START HERE: one rank of the job. `rpipe train CONFIG` (or launch.sh) starts N of them under MPI.
 
-    launch            runtime/launch.py    config checked, run dir made, mpirun or srun started
+    launch            runtime/launch.py    config checked, what it names looked at (runtime/preflight.py), run dir made, mpirun
+                                           or srun started
     split             runtime/world.py     COMM_WORLD -> rollout ranks | training ranks; rank 0 of each coordinates
     assemble          rollout/setup.py, training/setup.py: data, model, engines, trainer, the channel between the roles
     rollout           rollout/driver.py    asks control/rollout.py what to do; engines (rollout/worker.py) generate,

@@ -20,6 +20,7 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 # Three special tokens, ASCII, and enough of mathematics to fill 128, a multiple of 64: every id that a model can draw is
 # a character, and the vocabulary divides by any tensor-parallel size up to 64.
 _CHARACTERS = [chr(c) for c in range(32, 127)] + list("\n\t") + list("×÷±·°²³√π∞∑∏∫∂∆≈≠≤≥∈∪∩→αβθλµ")
+VOCABULARY = 3 + len(_CHARACTERS)
 _CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -36,7 +37,7 @@ def make_model(make: config.MakeModel, directory: Path, seed: int) -> Path:
         raise DataError(
             f"{directory}: holds something else than model.make with seed {seed}; wanted: another folder, or remove it"
         )
-    _check(make)
+    check(make)
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
@@ -79,7 +80,8 @@ def _is(directory: Path, record: dict[str, Any]) -> bool:
     return found.exists() and bool(json.loads(found.read_text()) == record)
 
 
-def _check(make: config.MakeModel) -> None:
+def check(make: config.MakeModel) -> None:
+    """Raises DataError where its sizes do not go together."""
     if make.heads % make.kv_heads:
         raise DataError(f"model.make.heads = {make.heads} is not a multiple of model.make.kv_heads = {make.kv_heads}")
     if make.head_dim % 2:

@@ -14,6 +14,7 @@ Function = Callable[[str, str, str, Mapping[str, Any]], float]
 
 CHEAP = ("exact_match", "last_integer")  # microseconds: many may wait in one worker's pipe
 LARGEST = 1e30  # beyond it means and deviations overflow
+MOST_WORDS = 150  # characters of what an import raised: what is wanted is told behind it
 
 # A number as people write it; "-" is a sign unless it follows something that it could be subtracted from.
 _NUMBER = re.compile(r"(?:(?<![\w)\]}])[-−])?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
@@ -97,7 +98,11 @@ def load(name: str) -> Function:
         for part in attribute.split("."):
             found = getattr(found, part)
     except BaseException as error:  # a user's module may raise anything, SystemExit too
-        raise ValueError(f"cannot be imported: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from None
+        line = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ValueError(
+            f"cannot be imported: {line[:MOST_WORDS]};"
+            " wanted: package.module:function, on PYTHONPATH or below the working directory"
+        ) from None
     if not callable(found):
         raise ValueError(f"is a {type(found).__name__}; wanted: a function")
     return found  # type: ignore[no-any-return]

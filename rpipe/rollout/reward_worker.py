@@ -30,8 +30,7 @@ _MOST_FILE_BYTES = 64 << 20
 
 
 def main() -> None:
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):  # srun brings them to all: a score would be lost
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system's goes to all; a score that is lost would be trained on
     inbox, outbox = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rpipe.runtime import host
+
 Accelerator = Literal["cpu", "cuda", "npu"]
 
 _LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID", "LOCAL_RANK")
@@ -69,18 +71,11 @@ def synchronize(device: torch.device) -> None:
 
 
 def memory_bytes(accelerator: Accelerator) -> int:
-    """What this rank's accelerator has, or the host for all its processes: the lesser of its memory and its cgroup's limit.
-    Makes no device current: an engine's owner must not touch it."""
+    """What this rank's accelerator has, or the host for all its processes. Makes no device current: an engine's owner must not
+    touch it."""
     if accelerator != "cpu":
         return int(_module(accelerator).get_device_properties(local_rank()).total_memory)
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(name) as file:
-                return min(found, int(file.read()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return found
+    return host.memory_bytes()
 
 
 def peak_bytes(accelerator: Accelerator) -> int:

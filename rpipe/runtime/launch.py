@@ -1,12 +1,13 @@
 """What does `rpipe train CONFIG` do around the job itself?
 
-config -> run directory (claimed) -> its records -> the ranks, under watch -> report -> one line on how it ended. Nothing here
-imports torch or MPI; the ranks run `rpipe.train`.
+config -> can it work here (preflight.py) -> run directory (claimed) -> its records -> the ranks, under watch -> report -> one
+line on how it ended. Nothing here imports torch or MPI; the ranks run `rpipe.train`.
 """
 
 from __future__ import annotations
 
 import shutil
+import socket
 import sys
 import time
 import uuid
@@ -15,10 +16,8 @@ from pathlib import Path
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
-from rpipe.data import gguf_model
 from rpipe.data.entry import DataError
-from rpipe.data.jsonl import jsonl_entries
-from rpipe.runtime import allocation, cause, environment, mpirun
+from rpipe.runtime import allocation, cause, environment, mpirun, preflight
 from rpipe.runtime import attempt as attempt_record
 from rpipe.runtime.allocation import Plan
 from rpipe.runtime.claim import attempts, claim
@@ -38,26 +37,17 @@ def train(config_path: str, overrides: Sequence[str], report: Report | None = No
     """
     try:
         config = configs.load(config_path, tuple(overrides))
-        _look_at_data(config)
+        functions = preflight.read(config)
         starter = mpirun.find()
         plan = allocation.plan(config, allocation.components()) if starter.kind == "srun" else None
+        ranks = config.cluster.rollout_ranks + config.cluster.training_ranks
+        preflight.fits(config, [socket.gethostname()] * ranks if plan is None else [seat.node for seat in plan.seats])
+        preflight.tried(config, functions)
         with claim(config) as (run, resolved):
             return _attempt(resolved, starter, plan, run, report, module)
     except (ConfigError, DataError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def _look_at_data(config: Config) -> None:
-    """Refuse what takes neither torch nor a tokenizer to see: folders and files that are not there, unreadable lines."""
-    if config.model.path is not None and not Path(config.model.path).expanduser().is_dir():
-        raise DataError(f"model.path = {config.model.path}: no such folder; wanted: a Hugging Face model folder")
-    if config.model.gguf is not None:
-        gguf_model.source(config.model)
-    for source in (config.data.train, config.data.held_out):
-        if source is not None and source.path is not None:
-            for _ in jsonl_entries(Path.cwd() / source.path, source.path):
-                pass
 
 
 def _attempt(

@@ -1,7 +1,7 @@
 """Which Hugging Face tensors make which megatron-core parameter, and back?
 
 Megatron fuses q, k, v (interleaved by query group) and gate, up, and cuts what it can over tensor-parallel ranks. Both
-directions only move numbers, so a round trip is bit-exact. Pure torch: a parameter here is a name and a `Row`.
+directions only move numbers, so a round trip is bit-exact. A parameter here is a name and a `Row`.
 
 How a row is cut over tensor parallelism: `whole` everywhere the same, `columns` dim 1, `vocab` dim 0 padded to a multiple
 of tp, `qkv` whole query groups, `glu` the same part of gate and of up. A pipeline stage holds its layers' rows, an
@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import torch
-import torch.nn.functional as F
+from typing import TYPE_CHECKING, Literal
 
 from rpipe.config import Training
 from rpipe.training.hf import Shape
+
+if TYPE_CHECKING:  # imported where tensors are moved: the launcher asks the table how much memory a model takes, without torch
+    import torch
 
 How = Literal["whole", "columns", "vocab", "qkv", "glu"]
 
@@ -142,6 +142,9 @@ def check_layout(shape: Shape, training: Training) -> None:
 
 def to_megatron(tensors: Mapping[str, torch.Tensor], row: Row, shape: Shape, tp: int, rank: int) -> torch.Tensor:
     """Whole tensors -> what tensor-parallel rank `rank` holds of `row.parameter`."""
+    import torch
+    from torch.nn.functional import pad
+
     t = [tensors[name] for name in row.names]
     for name, found, wanted in zip(row.names, t, hf_shapes(shape, row)):
         if tuple(found.shape) != wanted:
@@ -154,12 +157,14 @@ def to_megatron(tensors: Mapping[str, torch.Tensor], row: Row, shape: Shape, tp:
     if row.how == "glu":
         return torch.cat([x.chunk(tp, 0)[rank] for x in t])
     if row.how == "vocab":
-        t[0] = F.pad(t[0], (0, 0, 0, padded_vocab(shape, tp) - shape.vocab_size))
+        t[0] = pad(t[0], (0, 0, 0, padded_vocab(shape, tp) - shape.vocab_size))
     return t[0].chunk(tp, 1 if row.how == "columns" else 0)[rank]
 
 
 def to_hf(parts: Sequence[torch.Tensor], row: Row, shape: Shape) -> list[tuple[str, torch.Tensor]]:
     """Every tensor-parallel rank's parameter (in rank order) -> whole tensors; views where nothing had to move."""
+    import torch
+
     one = parts[0]
     if row.how == "qkv":
         whole = one if len(parts) == 1 else torch.cat(list(parts))

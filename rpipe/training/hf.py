@@ -11,11 +11,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+
+if TYPE_CHECKING:  # imported where tensors are: the launcher reads shapes without it
+    import torch
 
 ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
@@ -72,9 +73,13 @@ def read_shape(folder: Path) -> Shape:
     """Raises ValueError, naming the file and the key, for what cannot be trained."""
     path = folder / "config.json"
     try:
-        c: dict[str, Any] = json.loads(path.read_text())
+        c: Any = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}; model.path wants a Hugging Face folder") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}; model.path wants a Hugging Face folder") from None
+    if not isinstance(c, dict):
+        raise ValueError(f"{path}: not a JSON object; model.path wants a Hugging Face folder")
     kind = c.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"{path}: model_type = {kind!r} is not known; wanted: {', '.join(ARCHITECTURES)}")
@@ -136,7 +141,7 @@ def _rope(path: Path, c: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope": rope}
 
 
-class Tensors(Mapping[str, torch.Tensor]):
+class Tensors(Mapping[str, "torch.Tensor"]):
     """A folder's safetensors, by name; a tensor is read each time it is asked for and not kept."""
 
     def __init__(self, folder: Path) -> None:
@@ -173,6 +178,8 @@ class Tensors(Mapping[str, torch.Tensor]):
 
 def write_folder(folder: Path, source: Path, buckets: Iterable[list[tuple[str, torch.Tensor]]], dtype: str) -> None:
     """A folder that transformers loads: the weights (a file a bucket), `source`'s config and tokenizer. Complete or absent."""
+    from safetensors.torch import save_file
+
     new = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 5
 PATIENT_S = 60  # where a job that waited so long would fail the test
 CONFIG = """
-model: {path: .}
+model: {make: {}}
+engine: {kind: scripted}
 data: {train: {kind: sums}}
 limits: {stop_s: STOP}
 run: {dir: DIR, resume: RESUME}
