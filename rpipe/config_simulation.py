@@ -88,8 +88,9 @@ class Hardware(Section):
     reward_s: NotNegative = 0.001  # until a score is there, beside the function's own time
     group_s: NotNegative = 0.003  # of a group's way into the trainer, beside message_s; the trainer waits meanwhile
     channel_bytes_per_s: Positive = 1e9  # of a group's tensors
-    publish_s: NotNegative = 0.05  # of a weight publish, whatever its size
-    publish_bytes_per_s: Positive = 1e10
+    publish_s: NotNegative = 0.05  # of a weight publish to one engine, whatever its size
+    publish_bytes_per_s: Positive = 1e10  # of the weights: gathered, sent to one engine, loaded; not where all is measured
+    publish_engine_s: NotNegative | None = None  # more, a further engine; default: weights / network_bytes_per_s, publish_s / 3
     draw_s: NotNegative = 0.0  # between confirmed weights and the rollout's first request
     checkpoint_s: NotNegative = 0.0
 

@@ -61,7 +61,6 @@ class Bounds:
     def __init__(self, space: Space, work: Work) -> None:
         config = space.config
         self.config, self.work, self.space = config, work, space
-        self.publish_s = publish_s(config)
         speculation = config.workload.speculation if config.workload else None
         self._speculation = speculation
         measured = hardware_of(config).engine is not None
@@ -70,13 +69,19 @@ class Bounds:
         self._per_token: dict[int, list[float]] = {}  # by tp: at most n run, n from 1
         self._longest: dict[int, tuple[float, float]] = {}  # by tp: the longest response, the first group
         self._training: dict[Trainer, tuple[float, float]] = {}
+        self._publish_s: dict[int, float] = {}  # by engines
 
     def iteration_s(self, plan: Plan) -> float:
         training_s, step_s = self.training_s(plan.trainer)
         rollout_s, first_s = self.rollout_s(plan.engines, plan.frontier_groups), self._alone(plan.engines)[1]
         if self.config.pipeline.mode == "serial":
-            return rollout_s + training_s + self.publish_s
-        return max(rollout_s + step_s, first_s + training_s) + self.publish_s
+            return rollout_s + training_s + self._published_s(plan.engines)
+        return max(rollout_s + step_s, first_s + training_s) + self._published_s(plan.engines)
+
+    def _published_s(self, engines: Engines) -> float:
+        if engines.count not in self._publish_s:
+            self._publish_s[engines.count] = publish_s(self.config, engines.count)
+        return self._publish_s[engines.count]
 
     def rollout_s(self, engines: Engines, width: int | None) -> float:
         running = self.config.engine.max_running

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rpipe.sim.costs import FURTHER_ENGINE
 from rpipe.sim.observe import Seen, SeenTurn, Span, Timeline, joined
 
 KNOTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -342,7 +343,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "request_each_s": _short(each_s),
         "reward_s": _short(_median([s for seen in attempts for s in seen.reward_s])),
         "group_s": _short(max(statistics.mean([s for waits in idle_groups for s in waits] or [0.0]) - message_s, 0.0)),
-        "publish_s": _short(max(_median([s for seen in attempts for s in seen.publish_s]) - message_s, 0.0)),
+        **publish_line([pair for seen in attempts for pair in seen.publishes], message_s),
         "draw_s": _short(_median([s for seen in attempts for s in seen.draw_s])),
         "checkpoint_s": _short(_median([s for seen in attempts for s in seen.checkpoint_s])),
     }
@@ -412,6 +413,17 @@ def burst_line(pairs: Sequence[tuple[int, float]]) -> tuple[float, float]:
         return 0.0, float(medians[0]) / sizes[0]
     base, each = nonnegative(matrix * weights[:, None], medians * weights)
     return float(base), float(each)
+
+
+def publish_line(pairs: Sequence[tuple[int, float]], message_s: float) -> dict[str, float]:
+    """`publish_s`, of one engine, and `publish_engine_s` where different numbers of engines were seen."""
+    pairs = [(engines, max(taken_s - message_s, 0.0)) for engines, taken_s in pairs]
+    numbers = {engines for engines, _ in pairs}
+    if len(numbers) > 1:
+        base_s, each_s = burst_line(pairs)
+        return {"publish_s": _short(base_s + each_s), "publish_engine_s": _short(each_s)}
+    further = max(numbers, default=1) - 1
+    return {"publish_s": _short(_median([taken_s for _, taken_s in pairs]) / (1 + further * FURTHER_ENGINE))}
 
 
 def _arrival_s(seen: Seen) -> list[float]:

@@ -68,7 +68,7 @@ class Judge:
             def mean(key: str) -> float:
                 return sum(row[key] or 0.0 for row in rows) / len(rows)
 
-            published = publish_s(config)
+            published = publish_s(config, plan.engines.count)
             self._figures[plan, iterations] = Figures(
                 iteration_s=mean("rollout_to_train_end_s") + published,
                 rollout_s=mean("rollout_s"),
@@ -84,8 +84,8 @@ class Judge:
         arrivals, config = self.arrivals(plan.engines, plan.frontier_groups), self.space.of(plan)
         if not arrivals:
             return 0.0
-        costs = trainer_costs(config)
-        return max(estimated_s(config, plan.trainer, costs, arrivals) + publish_s(config), self.bounds.iteration_s(plan))
+        trained_s = estimated_s(config, plan.trainer, trainer_costs(config), arrivals)
+        return max(trained_s + publish_s(config, plan.engines.count), self.bounds.iteration_s(plan))
 
     def arrivals(self, engines: Engines, width: int | None) -> list[tuple[float, int, list[int]]]:
         """(t since the request, submission order, lengths) of every group. Of a large rollout a part is simulated, some engines

@@ -42,7 +42,7 @@ class Seen:
     turns: list[SeenTurn] = field(default_factory=list)
     batches: list[SeenBatch] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)
-    publish_s: list[float] = field(default_factory=list)  # UpdateEngine to EngineUpdated
+    publishes: list[tuple[int, float]] = field(default_factory=list)  # engines, and UpdateEngine to EngineUpdated of one
     confirm_s: list[float] = field(default_factory=list)  # ConfirmWeights to WeightsPublished
     draw_s: list[float] = field(default_factory=list)  # ConfirmWeights to RolloutRequested
     reward_s: list[float] = field(default_factory=list)
@@ -69,6 +69,7 @@ class _Reader:
         self.batches: dict[int, dict[str, Any]] = {}
         self.sent_t: dict[int, float] = {}
         self.update_t: dict[tuple[int, int], float] = {}
+        self.takers: dict[int, set[int]] = {}  # of a version
         self.confirm_t: dict[int, float] = {}
         self.done: list[dict[str, Any]] = []
 
@@ -114,8 +115,9 @@ class _Reader:
                 self.seen.steps.append((r["started_t"], r["t"]))
             case "UpdateEngine":
                 self.update_t[r["engine"], r["version"]] = r["t"]
+                self.takers.setdefault(r["version"], set()).add(r["engine"])
             case "EngineUpdated":
-                self.seen.publish_s.append(r["t"] - self.update_t[r["engine"], r["version"]])
+                self.seen.publishes.append((len(self.takers[r["version"]]), r["t"] - self.update_t[r["engine"], r["version"]]))
             case "ConfirmWeights":
                 self.confirm_t[r["version"]] = r["t"]
             case "WeightsPublished" if r["version"] in self.confirm_t:

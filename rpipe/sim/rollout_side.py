@@ -68,7 +68,7 @@ class RolloutSide:
         self._intakes = [Replica(kernel, job.host, 1.0) for _ in range(config.engines)]  # take requests in
         self._lives = [0] * config.engines  # how often each engine was lost
         self._reward_free_t = [0.0] * config.reward.workers  # heap
-        self._publish_s = publish_s(config)
+        self._publish_s = publish_s(config, config.engines)
         self._deadline_armed = False
         for index, t in sorted(hardware.lost_engines.items()):
             kernel.at(t, lambda index=index: self._lose(index))  # type: ignore[misc]

@@ -37,7 +37,7 @@ class TrainingSide:
         self.rank = CoordinatorRank(self.kernel, job.host, one)
         self.others = [Replica(self.kernel, job.host, one) for _ in range(1, config.replicas)]
         self.tokens: dict[GroupId, tuple[tuple[int, ...], int]] = {}  # of a group's trajectories; and those to train
-        self._publish_s = publish_s(config)
+        self._publish_s = publish_s(config, config.engines)
         self._publishing_t = 0.0
         self._busy_s = 0.0  # of the step's micro-batches, over all replicas
 
