@@ -23,8 +23,13 @@ from rpipe.analysis.causes import (
     describe,
     median,
 )
+from rpipe.analysis.deferral import deferred_s
 from rpipe.analysis.spans import Detail, Trajectory
 from rpipe.analysis.waiting import Wait, Waiting, waiting
+
+# Whose seconds of a wait count first. A slow engine is the cause even of what it defers, by holding the frontier. But a group
+# that was deferred although an engine had room would have come sooner at any length: that goes before its length.
+ORDER = ("full engines", "slow engine", "slow decoding", "narrow frontier", "straggler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +63,10 @@ def diagnose(at: Detail) -> Diagnosis | None:
     if found is None:
         return None
     usual = Usual.of(at)
+    deferred = deferred_s(at, usual)
     shares: dict[tuple[str, int | None, int | None], float] = defaultdict(float)
     for wait in found.waits:
-        for cause, group, sample, seconds in _blame(at, usual, found, wait):
+        for cause, group, sample, seconds in _blame(at, usual, deferred, found, wait):
             shares[cause, group, sample] += seconds
     by_cause: dict[str, float] = defaultdict(float)
     for (cause, _, _), taken in shares.items():
@@ -83,8 +89,8 @@ def diagnose(at: Detail) -> Diagnosis | None:
 Blame = tuple[str, int | None, int | None, float]
 
 
-def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
-    """Which causes one wait's seconds belong to."""
+def _blame(at: Detail, usual: Usual, deferred: dict[int, float], found: Waiting, wait: Wait) -> list[Blame]:
+    """Which causes one wait's seconds belong to. `deferred`: what of each group's deferral no wait has been put on yet."""
     simple = {
         "reward": "slow reward",
         "filter": "slow filter",
@@ -100,25 +106,20 @@ def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
         return [("rollout", None, None, wait.seconds)]
     group = at.groups[wait.group]
     trajectory = group.trajectories[wait.trajectory]
+    most = _excesses(usual, trajectory) if wait.phase == "generating" else {}
+    if wait.phase == "queued" and trajectory.queued_s > QUEUE_SHARE * max(usual.generating_s, trajectory.generating_s):
+        most["full engines"] = wait.seconds
+    if not found.serial:  # admitted at once, it would have come that much sooner
+        most["narrow frontier"] = deferred[wait.group]
     parts: list[Blame] = []
     left = wait.seconds
-    if wait.phase == "generating":
-        for cause, excess in _excesses(usual, trajectory):
-            taken = min(left, excess)
-            if taken > 0:
-                parts.append((cause, wait.group, wait.trajectory, taken))
-                left -= taken
-    full = trajectory.queued_s > QUEUE_SHARE * max(usual.generating_s, trajectory.generating_s)
-    admitted = group.admitted_t
-    deferred_s = max(0.0, admitted - group.requested_t) if admitted is not None else 0.0
-    if wait.phase == "queued" and full:
-        parts.append(("full engines", wait.group, wait.trajectory, left))
-        left = 0.0
-    elif not full and not found.serial:  # admitted at once, it would have come that much sooner
-        taken = min(left, deferred_s)
+    for cause in ORDER:
+        taken = min(left, most.get(cause, 0.0))
         if taken > 0:
-            parts.append(("narrow frontier", wait.group, wait.trajectory, taken))
+            parts.append((cause, wait.group, wait.trajectory, taken))
             left -= taken
+            if cause == "narrow frontier":
+                deferred[wait.group] -= taken
     if left > 0:
         first = min((b.dispatched_t for b in at.micro_batches), default=0.0)
         begun = group.dispatched_t is not None and group.dispatched_t <= first
@@ -127,22 +128,22 @@ def _blame(at: Detail, usual: Usual, found: Waiting, wait: Wait) -> list[Blame]:
     return parts
 
 
-def _excesses(usual: Usual, trajectory: Trajectory) -> list[tuple[str, float]]:
+def _excesses(usual: Usual, trajectory: Trajectory) -> dict[str, float]:
     """Seconds of generation beyond the ordinary: first those of a slow engine, then of slow decoding, then of a long answer."""
-    excesses: list[tuple[str, float]] = []
+    excesses: dict[str, float] = {}
     took = trajectory.generating_s
     slow = max((usual.slow.get(turn.engine, 1.0) for turn in trajectory.turns), default=1.0)
     if slow > 1:
-        excesses.append(("slow engine", took * (1 - 1 / slow)))
+        excesses["slow engine"] = took * (1 - 1 / slow)
         took /= slow
     pace = trajectory.pace_s
     ratio = pace / slow / usual.token_s if pace is not None and usual.token_s > 0 else 1.0
     if ratio >= SLOW_DECODING_RATIO:
-        excesses.append(("slow decoding", took * (1 - 1 / ratio)))
+        excesses["slow decoding"] = took * (1 - 1 / ratio)
         took /= ratio
     longer = trajectory.tokens >= LONGER_RATIO * usual.tokens
     if longer and usual.generating_s > 0 and took >= STRAGGLER_RATIO * usual.generating_s:
-        excesses.append(("straggler", took - usual.generating_s))
+        excesses["straggler"] = took - usual.generating_s
     return excesses
 
 
