@@ -16,11 +16,13 @@ from typing import Any
 
 import yaml
 
+from rpipe import config as configs
 from rpipe.analysis.run import RunError
 from rpipe.config import ConfigError
 from rpipe.sim.fit import FitError, profile
 from rpipe.sim.observe import observe
 from rpipe.sim.refine import refine
+from rpipe.sim.shape import shape_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
         made = [_config(run) for run in asked.runs]
         _alike(asked.runs, made)
         seen = [attempt for run in asked.runs for attempt in observe(run)]
-        cores = _shared_cores(asked.runs, made)
+        parameters, unsized = _parameters(asked.runs)
         source = f"rpipe calibrate {' '.join(run.name for run in asked.runs)}"
-        tree, errors = profile(seen, asked.name, source, cores)
+        tree, errors = profile(seen, asked.name, source, _shared_cores(asked.runs, made), parameters)
     except (ConfigError, RunError, FitError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -64,6 +66,9 @@ def main(argv: Sequence[str]) -> int:
         f" engines at {errors['engine speed']:.0%}; {again}",
         file=sys.stderr,
     )
+    if unsized:
+        left_out = "hardware.fitted_parameters is left out, and without it no run counts as calibrated"
+        print(f"how large the model is was not found ({unsized}): {left_out}", file=sys.stderr)
     return 0
 
 
@@ -86,6 +91,20 @@ def _alike(runs: Sequence[Path], made: Sequence[dict[str, Any]]) -> None:
             was, now = (t[section].get(key, 1) for t in (made[0], tree))
             if was != now:
                 raise ConfigError(f"{run}: {section}.{key} = {now}, {runs[0]} has {was}; wanted: runs that agree in it")
+
+
+def _parameters(runs: Sequence[Path]) -> tuple[int | None, str]:
+    """Of the model of all runs; or why nothing says it. Raises ConfigError where they are of several models."""
+    sizes: list[int] = []
+    for run in runs:
+        try:
+            sizes.append(shape_of(configs.load(run / "config.yaml")).parameters)
+        except ConfigError as error:
+            return None, str(error)
+        if sizes[-1] != sizes[0]:
+            found = f"a model of {sizes[-1]:,} parameters, {runs[0]} has one of {sizes[0]:,}"
+            raise ConfigError(f"{run}: {found}; wanted: runs of one model")
+    return sizes[0], ""
 
 
 def _shared_cores(runs: Sequence[Path], made: Sequence[dict[str, Any]]) -> float | None:

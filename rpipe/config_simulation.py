@@ -72,6 +72,7 @@ class Hardware(Section):
     name: str
     source: str  # where the figures come from, or that nobody measured them
     calibrated: bool = False  # fitted to logs of the hardware itself
+    fitted_parameters: Count | None = None  # of the model in those logs: for one of another size nothing counts as calibrated
     accelerator: Accelerator | None = None
     training_accelerator: Accelerator | None = None  # default: accelerator
     engine: MeasuredEngine | None = None

@@ -18,7 +18,8 @@ import yaml
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
-from rpipe.sim.costs import described, hardware_of
+from rpipe.sim.calibration import calibrated, described, objection
+from rpipe.sim.costs import hardware_of
 from rpipe.sim.judge import Figures, Judge
 from rpipe.sim.layouts import Plan, keys_of, plan_of, with_plan
 from rpipe.sim.plan_space import Space
@@ -106,7 +107,7 @@ def run_file(asked: argparse.Namespace, chosen: Config, found: Found) -> str:
     words = " ".join([asked.config, *asked.overrides])
     return (
         f"# rpipe plan {words} --accelerators {found.space.accelerators}\n"
-        f"# Simulated on {described(hardware_of(chosen))}: {seconds(figures.iteration_s)} s an iteration.\n"
+        f"# Simulated on {described(chosen)}: {seconds(figures.iteration_s)} s an iteration.\n"
         f"# {' '.join(f'{key}={value}' for key, value in keys_of(best).items())}\n" + configs.dump(chosen)
     )
 
@@ -118,7 +119,8 @@ def told(config: Config, found: Found, wall_s: float) -> str:
     space, (best, figures) = found.space, found.best[0]
     nodes = -(-space.accelerators // space.node)
     lines = [
-        f"simulated on {described(hardware_of(config))}",
+        f"simulated on {described(config)}",
+        *filter(None, [objection(config)]),
         config.arithmetic(),
         f"{space.accelerators} accelerators on {nodes} node{'s' if nodes > 1 else ''} of {space.node};"
         f" figures are means over {found.iterations} simulated iteration{'s' if found.iterations > 1 else ''}",
@@ -183,7 +185,7 @@ def as_json(config: Config, found: Found) -> dict[str, Any]:
     hardware = hardware_of(config)
     return {
         "accelerators": found.space.accelerators,
-        "hardware": {"name": hardware.name, "source": hardware.source, "calibrated": hardware.calibrated},
+        "hardware": {"name": hardware.name, "source": hardware.source, "calibrated": calibrated(config)},
         "iterations": found.iterations,
         "plans": [_plan_json(found.space, *one) for one in found.best[:SHOWN]],
         "own": _plan_json(found.space, *found.own) if found.own is not None else None,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
-from rpipe.sim.costs import described, hardware_of
+from rpipe.sim.calibration import described, objection
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.run import Result, simulate
 
@@ -40,7 +40,8 @@ def main(argv: Sequence[str], report: Callable[[Path], str]) -> int:
         config = configs.load(asked.config, asked.overrides)
         run_dir = _fresh(config)
         show = _Show(config)
-        print(f"simulated on {described(hardware_of(config))}\n{config.arithmetic()}", flush=True)
+        lines = (f"simulated on {described(config)}", objection(config), config.arithmetic())
+        print("\n".join(filter(None, lines)), flush=True)
         result = simulate(config, run_dir, watch=show)
         show.end()
     except ConfigError as error:

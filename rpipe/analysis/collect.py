@@ -324,6 +324,7 @@ class Collector:
 
     def _simulated(self, r: Record) -> None:
         self.track.simulated = r["hardware"]
+        self.track.calibrated = r.get("calibrated")
 
     def _mark(self, r: Record) -> None:
         kind = r["kind"]

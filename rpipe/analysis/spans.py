@@ -237,6 +237,7 @@ class Track:
     """What of an attempt belongs to no single iteration."""
 
     simulated: str = ""  # on which hardware, where this is no real run
+    calibrated: bool | None = None  # whether that was fitted to real runs of this model; None: a real run, or an older log
     unix_s: float | None = None  # wall clock at t = 0, where the log says it
     ready_t: float | None = None  # all training ranks stood
     warm_up: tuple[float, float] | None = None

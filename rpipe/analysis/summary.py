@@ -40,6 +40,7 @@ class RunSummary:
     home: dict[int, int]  # complete iteration -> index of the attempt that it is taken from
     outages: list[str]  # a sentence each
     simulated: str  # on which hardware; empty for a real run
+    calibrated: bool | None  # whether that was fitted to real runs of this model; None: a real run, or an older log
     other_events: dict[str, int]  # kinds that no figure comes from -> how many
 
 
@@ -111,6 +112,7 @@ def summarize(run: Path, see: Callable[[Detail], None] | None = None) -> RunSumm
         home=home,
         outages=history.outages(tracks),
         simulated=next((track.simulated for track in tracks if track.simulated), ""),
+        calibrated=next((track.calibrated for track in tracks if track.simulated), None),
         other_events=other,
     )
 
@@ -143,6 +145,7 @@ def _run(found: RunSummary, rows: list[Report], name: str) -> Report:
     return {
         "name": name,
         "simulated": found.simulated,
+        "calibrated": found.calibrated,
         "ended": found.attempts[-1].end,  # empty at a normal end, None while it runs or where it was killed
         "seconds": sum(attempt.seconds for attempt in found.attempts),
         "tokens_per_s": sum(row["generated_tokens"] for row in rows) / rollout_s if rollout_s else None,

@@ -207,11 +207,6 @@ def hardware_of(config: Config) -> Hardware:
     return config.hardware
 
 
-def described(hardware: Hardware) -> str:
-    calibrated = "calibrated" if hardware.calibrated else "UNCALIBRATED"
-    return f"{hardware.name} ({calibrated}: {hardware.source})"
-
-
 def engine_costs(config: Config) -> EngineCosts:
     """Raises ConfigError where the model does not fit."""
     hardware = hardware_of(config)

@@ -313,8 +313,11 @@ def nonnegative(matrix: Array, target: Array) -> Array:
 # ---- the profile ----------------------------------------------------------------------------------------------------
 
 
-def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | None) -> tuple[dict[str, Any], dict[str, float]]:
-    """`hardware` as a config has it, and how well it fits. `cores`: what engines and trainer share, or None.
+def profile(
+    attempts: Sequence[Seen], name: str, source: str, cores: float | None, parameters: int | None
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """`hardware` as a config has it, and how well it fits. `cores`: what engines and trainer share, or None; `parameters`: of
+    the model, where something says it.
 
     Raises FitError."""
     trainer = fit_trainer(attempts, cores is not None)
@@ -327,6 +330,7 @@ def profile(attempts: Sequence[Seen], name: str, source: str, cores: float | Non
         "name": name,
         "source": source,
         "calibrated": not any(seen.simulated for seen in attempts),
+        **({} if parameters is None else {"fitted_parameters": parameters}),
         "engine": {
             "decode_step_s": [[n, _short(s)] for n, s in zip(engine.knots, engine.step_s)],
             "prefill_s": _short(engine.prefill_s),

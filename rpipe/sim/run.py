@@ -30,7 +30,7 @@ from rpipe.analysis.run import Record, read
 from rpipe.config import Config
 from rpipe.core.eventlog import EventLog
 from rpipe.core.events import Command, Event
-from rpipe.sim.costs import described, hardware_of
+from rpipe.sim.calibration import calibrated, described
 from rpipe.sim.job import SimulatedJob
 from rpipe.sim.workload import Source
 
@@ -83,7 +83,7 @@ def simulate(config: Config, run_dir: Path | None = None, source: Source | None 
         (run_dir / "config.yaml").write_text(configs.dump(config))
         with EventLog(events, 0) as rollout, EventLog(events, config.cluster.rollout_ranks) as training:
             job.rollout.log, job.training.log = rollout, training
-            rollout.note(0.0, "Simulated", hardware=described(hardware_of(config)))
+            rollout.note(0.0, "Simulated", hardware=described(config), calibrated=calibrated(config))
             _run(job, watch)
             rollout.note(job.kernel.now, "JobEnded", reason="")
         attempt = Attempt.of(read(run_dir / "attempt-1"))

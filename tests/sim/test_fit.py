@@ -14,6 +14,7 @@ from rpipe import config as configs
 from rpipe.sim.fit import fit_trainer
 from rpipe.sim.observe import observe
 from rpipe.sim.run import simulate
+from rpipe.sim.shape import shape_of
 from tests.sim.simulated import HARDWARE, config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,7 @@ def test_rates_are_found_again(fitted):
     _, profile, _ = fitted
     steps = dict(map(tuple, profile["engine"]["decode_step_s"]))
     assert profile["name"] == "mine" and not profile["calibrated"], "these runs were simulated"
+    assert profile["fitted_parameters"] == shape_of(config()).parameters
     assert steps[1] == pytest.approx(0.004, rel=0.1)
     assert steps[8] == pytest.approx(0.007, rel=0.1)
     assert steps[32] == pytest.approx(0.016, rel=0.1)
@@ -103,6 +105,10 @@ def test_runs_that_cannot_share_a_profile_are_refused(fitted, tmp_path):
     done = calibrate(folder / "serial", other)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "engine.tp = 2" in done.stderr
+    larger = made(folder, "larger", model={"make": {"layers": 8}})
+    done = calibrate(folder / "serial", larger)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "wanted: runs of one model" in done.stderr
 
 
 def test_a_run_without_responses_is_refused(tmp_path):
