@@ -19,8 +19,8 @@ import yaml
 from rpipe import config as configs
 from rpipe.analysis.run import RunError
 from rpipe.config import ConfigError
-from rpipe.sim.fit import FitError, profile
-from rpipe.sim.observe import observe
+from rpipe.sim.fit import profile
+from rpipe.sim.observe import FitError, observe
 from rpipe.sim.refine import refine
 from rpipe.sim.shape import shape_of
 

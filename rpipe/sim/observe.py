@@ -12,7 +12,12 @@ from typing import Any
 from rpipe.analysis.run import Record, attempts, read
 from rpipe.sim.costs import cut
 
+OUTLIER = 4.0  # what a first fit misses by so many times the usual is left out of a second
 Span = tuple[float, float]
+
+
+class FitError(ValueError):
+    """One line for the person who named the runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,10 @@ class _Reader:
                 self.seen.confirm_s.append(r["t"] - self.confirm_t[r["version"]])
             case "CheckpointSaved":
                 self.seen.checkpoint_s.append(r["t"] - r["started_t"])
+
+
+def trained(seen: Seen) -> list[Span]:
+    return [*((b.started_t, b.ended_t) for b in seen.batches), *seen.steps]
 
 
 class Timeline:

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rpipe import config as configs
-from rpipe.sim.fit import fit_trainer
+from rpipe.sim.fit_trainer import fit_trainer
 from rpipe.sim.observe import observe
 from rpipe.sim.run import simulate
 from rpipe.sim.shape import shape_of
