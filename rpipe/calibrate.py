@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         seen = [attempt for run in asked.runs for attempt in observe(run)]
         parameters, unsized = _parameters(asked.runs)
         source = f"rpipe calibrate {' '.join(run.name for run in asked.runs)}"
-        tree, errors = profile(seen, asked.name, source, _shared_cores(asked.runs, made), parameters)
+        tree, errors, assumed = profile(seen, asked.name, source, _shared_cores(asked.runs, made), parameters)
     except (ConfigError, RunError, FitError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
     )
     if unsized:
         left_out = "hardware.fitted_parameters is left out, and without it no run counts as calibrated"
-        print(f"how large the model is was not found ({unsized}): {left_out}", file=sys.stderr)
+        assumed.append(f"how large the model is was not found ({unsized}): {left_out}")
+    for line in assumed:
+        print(line, file=sys.stderr)
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rpipe.sim.costs import FURTHER_ENGINE
-from rpipe.sim.fit_engine import fit_engine
+from rpipe.sim.fit_engine import EngineFit, fit_engine
 from rpipe.sim.fit_shared import shared_rate
 from rpipe.sim.fit_trainer import fit_trainer, nonnegative
 from rpipe.sim.observe import Seen, SeenTurn, Timeline, joined, trained
@@ -27,9 +27,9 @@ BURST_S = 0.005  # requests sent at one moment are logged at most so far apart
 
 def profile(
     attempts: Sequence[Seen], name: str, source: str, cores: float | None, parameters: int | None
-) -> tuple[dict[str, Any], dict[str, float]]:
-    """`hardware` as a config has it, and how well it fits. `cores`: what engines and trainer share, or None; `parameters`: of
-    the model, where something says it.
+) -> tuple[dict[str, Any], dict[str, float], list[str]]:
+    """`hardware` as a config has it, how well it fits, and in a line each what is assumed because these runs do not tell it.
+    `cores`: what engines and trainer share, or None; `parameters`: of the model, where something says it.
 
     Raises FitError."""
     trainer = fit_trainer(attempts, cores is not None)
@@ -75,7 +75,22 @@ def profile(
             "trainer_cores": 1.0,
         }
     speeds = {"shared speed": trainer.shared_speed, "engine speed": engine.shared_speed}
-    return tree, {"engine": engine.error, "trainer": trainer.error, **speeds}
+    errors = {"engine": engine.error, "trainer": trainer.error, **speeds}
+    return tree, errors, _assumed(engine, [engines for seen in attempts for engines, _ in seen.publishes])
+
+
+def _assumed(engine: EngineFit, published: Sequence[int]) -> list[str]:
+    """One line for each figure that nothing in these runs tells."""
+    assumed: list[str] = []
+    if not engine.tells_prefill_tokens:
+        low, high = engine.prompt_tokens
+        assumed.append(
+            f"prefill_token_s = 0 is assumed: most prompts have {low:.0f} to {high:.0f} tokens, too much alike to tell what a"
+            " token costs; prefill_s is the whole prefill of such prompts"
+        )
+    if len(set(published)) == 1:
+        assumed.append(f"publish_engine_s = publish_s / 3 is assumed: each publish was to as many engines ({published[0]})")
+    return assumed
 
 
 def bursts(seen: Seen) -> list[tuple[int, float]]:

@@ -5,9 +5,10 @@ While n requests run, each gains tokens at rate(n), and nothing while a prefill 
     N - 1 = sum over the time from its first to its last token of  speed x dt x rate(n)  -  stalls x rate(n)
 
 with rate() linear between knots: least squares in its values, given the rest. `speed` is what cores shared with a busy trainer
-leave; a stall is prefill_s + prefill_token_s x its tokens, both searched for, so that the residual is least. Runs with the
-stages apart say it best: where there are some, the others are left out. Engines' own speed follows from responses beside a
-trainer, at the rates found without one.
+leave; a stall is prefill_s + prefill_token_s x its tokens, both searched for, so that the residual is least. Where prompts are
+about equally long the two cannot be told apart, and prefill_s is the whole of it. Runs with the stages apart say it best:
+where there are some, the others are left out. Engines' own speed follows from responses beside a trainer, at the rates
+found without one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TOGETHER_S = 0.006  # first tokens of one prefill reach the log at most so far a
 SMOOTH = 0.02  # weight of a rate's bend against a token of error
 PREFILLS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 TOKENS = (0.0, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 1.6e-3)
+VARIED = 2.0  # times the 10th percentile of prompts' lengths is the 90th, where they tell what a token of them costs
 Array = NDArray[np.float64]
 
 
@@ -39,9 +41,14 @@ class EngineFit:
     knots: tuple[int, ...]
     step_s: tuple[float, ...]
     prefill_s: float
-    prefill_token_s: float
+    prefill_token_s: float  # 0, and not fitted, where `prompt_tokens` hardly vary
+    prompt_tokens: tuple[float, float]  # 10th and 90th percentile
     shared_speed: float  # while a trainer computes
     error: float  # root mean square of tokens, over the root mean square of tokens
+
+    @property
+    def tells_prefill_tokens(self) -> bool:
+        return _varied(self.prompt_tokens)
 
 
 def fit_engine(attempts: Sequence[Seen], speed: float, kept: NDArray[np.bool_] | None = None) -> EngineFit:
@@ -56,13 +63,17 @@ def fit_engine(attempts: Sequence[Seen], speed: float, kept: NDArray[np.bool_] |
     rows = _Rows(stretches if kept is None else [s for s, keep in zip(stretches, kept) if keep])
     if rows.count < LEAST_TURNS:
         raise FitError(f"{rows.count} responses of several tokens; wanted: at least {LEAST_TURNS}")
-    prefill_s, token_s = min(product(PREFILLS, TOKENS), key=lambda at: rows.solve(at[0], at[1], speed)[1])
+    prompts = [n for seen in attempts for n in seen.prompt_tokens]
+    prompt_tokens = float(np.percentile(prompts, 10)), float(np.percentile(prompts, 90))
+    varied = _varied(prompt_tokens)
+    prefill_s, token_s = min(product(PREFILLS, TOKENS if varied else (0.0,)), key=lambda at: rows.solve(at[0], at[1], speed)[1])
     widths = [0.02, 3e-4]
     for _ in range(12):  # down from the grid's best, one at a time, in ever smaller steps
         low, high = max(prefill_s - widths[0], 0.0), prefill_s + widths[0]
         prefill_s = least(lambda x: rows.solve(x, token_s, speed)[1], low, high)  # noqa: B023
-        low, high = max(token_s - widths[1], 0.0), token_s + widths[1]
-        token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], low, high)  # noqa: B023
+        if varied:
+            low, high = max(token_s - widths[1], 0.0), token_s + widths[1]
+            token_s = least(lambda x: rows.solve(prefill_s, x, speed)[1], low, high)  # noqa: B023
         widths = [0.7 * w for w in widths]
     rates, error_tokens = rows.solve(prefill_s, token_s, speed)
     kept = rows.plausible(rates, prefill_s, token_s, speed)
@@ -74,9 +85,14 @@ def fit_engine(attempts: Sequence[Seen], speed: float, kept: NDArray[np.bool_] |
         step_s=tuple(float(s) for s in steps),
         prefill_s=prefill_s,
         prefill_token_s=token_s,
+        prompt_tokens=prompt_tokens,
         shared_speed=_shared_speed(beside, rows, (rates, prefill_s, token_s), speed),
         error=error_tokens / rows.scale,
     )
+
+
+def _varied(prompt_tokens: tuple[float, float]) -> bool:
+    return prompt_tokens[1] >= VARIED * prompt_tokens[0]
 
 
 def _shared_speed(beside: list[_Stretch], rows: _Rows, fitted: tuple[Array, float, float], otherwise: float) -> float:

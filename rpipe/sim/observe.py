@@ -44,6 +44,7 @@ class Seen:
 
     simulated: bool = False
     stages: int = 1  # of the trainer's pipeline
+    prompt_tokens: list[int] = field(default_factory=list)  # of each group
     turns: list[SeenTurn] = field(default_factory=list)
     batches: list[SeenBatch] = field(default_factory=list)
     steps: list[Span] = field(default_factory=list)
@@ -86,15 +87,16 @@ class _Reader:
             lengths = [self.tokens[part["group"]][sample] for part in command["slices"] for sample in part["samples"]]
             cuts = cut(lengths, command.get("cuts") or [])
             self.seen.batches.append(SeenBatch(record["replica"], record["started_t"], record["ended_t"], cuts))
+        self.seen.prompt_tokens = list(self.prompt_tokens.values())
         return self.seen
 
     def _take(self, r: dict[str, Any]) -> None:
         match r["kind"]:
             case "Simulated":
                 self.seen.simulated = True
-            case "RolloutRequested":
+            case "RolloutRequested" | "GroupsDrawn":
                 self.prompt_tokens.update({spec["group"]: spec["prompt_tokens"] for spec in r["groups"]})
-                if r["version"] in self.confirm_t:
+                if r.get("version") in self.confirm_t:
                     self.seen.draw_s.append(r["t"] - self.confirm_t[r["version"]])
             case "SendTurn":
                 self.history_tokens[tuple(r["trajectory"])] = r.get("history_tokens", 0)

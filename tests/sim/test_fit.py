@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from rpipe import config as configs
+from rpipe.sim.fit_engine import fit_engine
 from rpipe.sim.fit_trainer import fit_trainer
 from rpipe.sim.observe import observe
 from rpipe.sim.run import simulate
@@ -44,6 +47,10 @@ def made(folder: Path, name: str, **sections: dict[str, object]) -> Path:
     simulate(configs.parse(tree, name), folder / name)
     (folder / name / "environment.json").write_text(json.dumps({"cores": 2}))
     return folder / name
+
+
+def serial(folder: Path, name: str, **sections: dict[str, object]) -> Path:
+    return made(folder, name, pipeline={"mode": "serial"}, admission={"policy": "fifo"}, hardware={"host": None}, **sections)
 
 
 def calibrate(*words: object) -> subprocess.CompletedProcess[str]:
@@ -93,9 +100,32 @@ def test_a_job_of_another_shape_is_predicted(fitted):
 
 def test_the_costs_of_a_micro_batch_are_found_behind_a_pipeline_s_schedule(tmp_path):
     cut = {"training": {"pp": 2, "micro_batch_tokens": 300}, "cluster": {"training_ranks": 2}}
-    run = made(tmp_path, "pipeline", pipeline={"mode": "serial"}, admission={"policy": "fifo"}, hardware={"host": None}, **cut)
-    found = fit_trainer(observe(run), sharing=False)
+    found = fit_trainer(observe(serial(tmp_path, "pipeline", **cut)), sharing=False)
     assert (found.micro_batch_s, found.trajectory_s, found.token_s) == pytest.approx((0.03, 0.002, 1e-4), rel=0.1)
+
+
+def test_prefill_is_found_where_prompts_vary_in_length(tmp_path):
+    draw = random.Random(0)
+    with open(tmp_path / "trace.jsonl", "w") as file:
+        for group in range(48):
+            prompt_tokens = round(math.exp(draw.uniform(math.log(8), math.log(800))))
+            for sample in range(8):
+                output_tokens = min(max(round(draw.lognormvariate(math.log(30), 0.8)), 2), 200)
+                row = {"group": group, "sample": sample, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
+                print(json.dumps(row), file=file)
+    workload = {"lengths": "trace", "path": str(tmp_path / "trace.jsonl")}
+    found = fit_engine(observe(serial(tmp_path, "varied", workload=workload, engine={"kv_tokens": 200_000})), 1.0)
+    assert found.tells_prefill_tokens
+    assert found.prefill_token_s == pytest.approx(5e-5, rel=0.25)
+    assert found.prefill_s == pytest.approx(0.012, rel=0.15)
+
+
+def test_where_prompts_are_alike_no_cost_of_their_tokens_is_made_up_and_calibrate_says_so(fitted):
+    _, profile, told = fitted
+    assert profile["engine"]["prefill_token_s"] == 0.0
+    assert profile["engine"]["prefill_s"] == pytest.approx(0.012, rel=0.25), "the whole of a prefill"
+    assert "prefill_token_s = 0 is assumed: most prompts have 8 to 8 tokens" in told
+    assert "publish_engine_s = publish_s / 3 is assumed" in told
 
 
 def test_runs_that_cannot_share_a_profile_are_refused(fitted, tmp_path):
