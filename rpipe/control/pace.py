@@ -13,6 +13,7 @@ from rpipe.policy.width import Width, widths
 
 GROUPS = 64  # whose longest responses are remembered
 FORGET = 0.5  # of the turns, at each rollout
+LEAST = 0.05  # of the mean seconds a token: a line through noise may go below zero
 
 
 class Pace:
@@ -46,11 +47,11 @@ class Pace:
         x, y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - x * x
         slope = max(0.0, (self._xy / self._n - x * y) / spread) if spread > 1e-9 else 0.0
-        return y + slope * (min(batch, self._slots) - x)
+        return max(y + slope * (min(max(batch, 1.0), self._slots) - x), LEAST * y)
 
     def widths(self, trajectories_per_group: int) -> tuple[Width, ...]:
         """Empty: nothing is known yet."""
-        if not self._n or not self._longest_tokens:
+        if self._y <= 0 or not self._longest_tokens:
             return ()
         on_one_engine = trajectories_per_group / self._engines
         return widths(self._longest_tokens, self.token_s, max(1, int(self._slots / on_one_engine)), on_one_engine)

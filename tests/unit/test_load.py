@@ -74,6 +74,17 @@ def test_pace_finds_the_line_that_turns_were_drawn_from() -> None:
     assert pace.token_s(500) == pace.token_s(32), "the rest would wait"
 
 
+def test_a_line_through_noise_never_says_that_tokens_take_no_time() -> None:
+    pace = Pace(64, 32)  # a group of 8 has an eighth of a slot on each engine
+    pace.group(100)
+    pace.turn(10, 0.0, 8, 8)
+    assert pace.widths(8) == (), "an instant engine says nothing"
+    for batch, seconds in ((10, 0.01), (20, 1.0), (30, 2.0)):
+        pace.turn(10, seconds, batch, batch)
+    assert 0 < pace.token_s(0.125) == pace.token_s(1) < pace.token_s(20)
+    assert all(width.first_s > 0 and width.lost_s >= 0 for width in pace.widths(8))
+
+
 def test_a_larger_batch_is_never_taken_to_be_faster() -> None:
     pace = Pace(1, 32)
     pace.turn(10, 10.0, 1, 1)
