@@ -5,7 +5,8 @@ which MPI, PMI and torch recognise a rank, and the kernel kills it when its pare
 is armed by this very file, run as a script that then becomes the program: code between fork and exec would run in a copy of
 a process full of MPI and torch threads.
 
-TERM is blocked in the child: a batch system sends it to every process of a step, and the rank decides when its engine ends.
+TERM, USR1 and USR2 are blocked in the child: Slurm's srun brings them to every process of a step, and the rank decides when its
+engine ends.
 
 The kernel counts the *thread* that spawned as the parent: spawn from one that lives as long as the child should.
 """
@@ -28,6 +29,7 @@ RANK_VARIABLES = frozenset(
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 )
 _PR_SET_PDEATHSIG = 1
+_RANKS_ONLY = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -83,7 +85,7 @@ def end(process: subprocess.Popen[bytes], polite_s: float, kill_s: float = 5.0) 
 
 
 def _become(parent: int, command: Sequence[str]) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # inherited by the program and by all it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, _RANKS_ONLY)  # inherited by the program and by all it starts
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it went before the signal was armed

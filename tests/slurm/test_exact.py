@@ -10,7 +10,7 @@ import pytest
 
 from tests.job.jobs import config
 from tests.slurm.cluster import Cluster
-from tests.slurm.jobs import Submitted
+from tests.slurm.jobs import HETJOB, Submitted
 
 ITERATIONS = 12
 
@@ -75,6 +75,23 @@ def test_preempted_and_stopped_at_its_time_limit_it_goes_on_by_itself_to_the_sam
     trained = [e["group"] for attempt in (1, 2, 3) for e in job.events(1, "GroupArrived", attempt)]
     assert set(trained) == set(range(ITERATIONS * 8))
     assert job.report()["attempts"] == 3
+
+
+@pytest.mark.timeout(600)
+def test_a_heterogeneous_job_that_is_asked_to_stop_is_started_again_whole(
+    uninterrupted: Submitted, cluster: Cluster, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow"
+    slow.touch()
+    job = Submitted(cluster, tmp_path, tree(tmp_path), "-N1", ":", "-N2", script=HETJOB)
+    job.until("first step", lambda: bool(job.events(1, "StepDone")))
+    cluster.run("ctl", ["scancel", "--batch", "--signal=USR2", str(job.number)])
+    job.until("word of the stop", lambda: bool(job.events(1, "StopRequested")))
+    slow.unlink()
+    job.completes(240)
+    assert job.output.count("slurm/job.sh: stopped at a safe point: requeue") == 1
+    assert job.seats() == uninterrupted.seats() and job.report()["attempts"] == 2
+    assert job.weights() == uninterrupted.weights()
 
 
 def _minutes(cluster: Cluster, job: int) -> int:

@@ -139,6 +139,21 @@ def test_many_calls_come_back_each_with_its_own_score():
     assert found[500:] == list(range(100))
 
 
+def test_what_slurm_brings_to_every_process_of_a_rank_costs_no_score():
+    async def use(pool):
+        before = children()
+        scores = asyncio.gather(*(pool.score(mine("sees", level=7), "two", 3) for _ in range(50)))
+        await asyncio.sleep(0)
+        for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+            for pid in before:
+                os.kill(pid, number)
+        found = [(s.reward, s.error) for s in await scores]
+        assert found == [(1.0, "")] * 50
+        assert len(before) == 2 and children() == before
+
+    with_pool(use, workers=2)
+
+
 def test_times_are_this_machines_monotonic_seconds():
     before = time.monotonic()
     score = one(prompt("exact_match"))

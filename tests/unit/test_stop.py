@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from rpipe.runtime import child
+
 ROOT = Path(__file__).resolve().parents[2]
 BOUND_S = 60
 RANKS = 2
@@ -99,3 +101,13 @@ def test_elsewhere_term_ends_a_rank_at_once(started, tmp_path):
     ranks.signal(signal.SIGTERM)
     assert ranks.codes() == [-signal.SIGTERM] * RANKS
     assert not list(tmp_path.glob("saved*"))
+
+
+def test_a_childs_program_does_not_see_what_is_meant_for_its_rank(tmp_path):
+    """srun brings a signal to every process of a step."""
+    with (tmp_path / "log").open("wb") as log:
+        tell = "print([line.split()[1] for line in open('/proc/self/status') if line.startswith('SigBlk')][0])"
+        assert child.spawn([sys.executable, "-c", tell], dict(os.environ), log).wait(BOUND_S) == 0
+    blocked = int((tmp_path / "log").read_text(), 16)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        assert blocked >> (number - 1) & 1, number
