@@ -47,6 +47,7 @@ class Meter:
             groups_ready=self._served - self._trained,
             groups_unserved=max(0, self._wanted - self._served),
             groups_untrained=self._wanted - self._trained,
+            groups_served=self._served,
             rollout_group_s=self._rollout_group_s,
             train_group_s=self._busy_s / self._busy_groups if self._busy_groups else None,
             widths=self._widths,

@@ -13,7 +13,6 @@ from rpipe.policy.width import Width, widths
 
 GROUPS = 64  # whose longest responses are remembered
 FORGET = 0.5  # of the turns, at each rollout
-LEAST = 0.05  # of the mean seconds a token: a line through noise may go below zero
 
 
 class Pace:
@@ -43,11 +42,12 @@ class Pace:
         )
 
     def token_s(self, batch: float) -> float:
-        """Seconds a token where an engine runs `batch` trajectories; a larger batch is never faster."""
+        """Seconds a token where an engine runs `batch` trajectories. A larger batch is never faster, and never makes fewer
+        tokens a second, whatever noise says."""
         x, y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - x * x
-        slope = max(0.0, (self._xy / self._n - x * y) / spread) if spread > 1e-9 else 0.0
-        return max(y + slope * (min(max(batch, 1.0), self._slots) - x), LEAST * y)
+        slope = min(max(0.0, (self._xy / self._n - x * y) / spread), y / x) if spread > 1e-9 else 0.0
+        return y + slope * (min(max(batch, 1.0), self._slots) - x)
 
     def widths(self, trajectories_per_group: int) -> tuple[Width, ...]:
         """Empty: nothing is known yet."""

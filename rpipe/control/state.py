@@ -71,7 +71,7 @@ class TrajectoryRecord:
     state: TrajectoryState = TrajectoryState.PENDING
     engine: int = -1  # of its last turn; -1 once that is lost
     turn: int = 0
-    beside: int = 0  # trajectories on its engine when this turn started
+    beside: int = 0  # trajectories on its engine when this turn started; 0: it was not seen to
     output_tokens: int = 0  # of its response: finished turns, and what the environment answered
     reward: float = 0.0
     prefix_tokens: int = 0  # of this turn, made by engines that were lost

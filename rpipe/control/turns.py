@@ -72,6 +72,7 @@ class Turns:
         if record.engine not in self.engines.serving:  # else its earlier turns' prefix is there
             record.engine = self._settings.placement.place(self.in_flight, sibling)
         self.in_flight[record.engine] += 1
+        record.beside = 0
         self._meter.sent(group.prompt_tokens)
         trajectory = TrajectoryId(group.group, index)
         self.running[trajectory] = record

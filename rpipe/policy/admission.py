@@ -50,6 +50,7 @@ class RolloutLoad:
     groups_ready: int  # trainable-complete or being scored, and not trained yet
     groups_unserved: int  # of this rollout: not serving-complete
     groups_untrained: int  # of this rollout
+    groups_served: int = 0  # of this rollout: serving-complete
     rollout_group_s: float | None = None  # seconds from one serving-complete group to the next, as measured; None: not yet
     train_group_s: float | None = None  # seconds of training for one group, as measured
     widths: tuple[Width, ...] = ()  # what is expected of each, by past rollouts; ascending, empty: nothing yet
@@ -98,11 +99,11 @@ class SoftFrontier:
         if load.trajectories_in_flight >= load.slots or (budget is not None and load.kv_tokens_expected >= budget):
             return False
         width = self.width(load)
-        groups = width.groups if width else self.frontier_groups or self.groups_per_step
+        groups = self.frontier_groups or (width.groups if width else self.groups_per_step)
         return load.groups_in_service < groups + WIDEN * load.groups_ready or not self.pays(load, width)
 
     def width(self, load: RolloutLoad) -> Width | None:
-        """The quickest, no narrower than a step; or the one that was asked for. None: nothing is known."""
+        """The quickest, no narrower than a step; or what is nearest to the one that was asked for. None: nothing is known."""
         least = self.frontier_groups or self.groups_per_step
         wide = [width for width in load.widths if width.groups >= least] or load.widths[-1:]
         return min(wide[:1] if self.frontier_groups else wide, key=lambda width: width.first_s, default=None)
@@ -116,7 +117,7 @@ class SoftFrontier:
             return not load.groups_ready
         rollout_s = load.groups_unserved * load.rollout_group_s
         train_s = (load.groups_untrained - self.groups_per_step) * load.train_group_s
-        if load.groups_unserved < load.groups_untrained or not rollout_s or width is None:
+        if load.groups_served or not rollout_s or width is None:
             return train_s > (1 + MARGIN) * rollout_s
         first_s = load.widths[-1].first_s
         ends_last = min(max(((first_s + train_s) / rollout_s - 1) / SURE, 0.0), 1.0)

@@ -5,7 +5,8 @@ it is (E[min of W]); the more trajectories run, the later each token comes. Narr
 slow down with the batch, wide where tails are heavy and an accelerator decodes many sequences as fast as few. Until that first
 group is there, rollout makes fewer tokens than it could: that is what narrowness costs.
 
-Both are told from past turns (control/pace.py). Prefill is left out: it is the same for every width.
+Both are told from past turns (control/pace.py). Prefill is left out: it is the same for every width. What an environment
+answers counts as generated, though no engine makes it: an agent's first group is expected too late, at every width.
 """
 
 from __future__ import annotations

@@ -82,9 +82,8 @@ class SglangServer:
         try:
             return Path(tempfile.mkdtemp(prefix="rpipe-", dir=where))
         except OSError as error:
-            raise EngineError(
-                f"{self.name}: no folder for sockets: {where}: {error.strerror}; wanted: a TMPDIR of at most {most} characters"
-            ) from None
+            wanted = "room to write there" if where == ours else f"a TMPDIR of at most {most} characters"
+            raise EngineError(f"{self.name}: no folder for sockets: {where}: {error.strerror}; wanted: {wanted}") from None
 
     def death(self) -> str | None:
         """None while it runs; afterwards one line that says why it ended, as far as its log knows."""

@@ -1,7 +1,7 @@
 """Can what the config names be used here? The launcher asks, before a rank is started and before any device is touched.
 
-    read    the model folder's config.json, every line of JSONL files
-    fits    does the trainer's layout cut the model, and has every host the memory for its ranks?
+    read    is the model's folder there? Every line of JSONL files
+    fits    the model's config.json: does the trainer's layout cut it, and has every host the memory for its ranks?
     tried   reward, filter and environment functions load, in a reward worker and never in here; engine.python imports SGLang
 
 What cannot is one line: the key, what was found, what is wanted. Inside a Slurm allocation "here" is its first node, where an

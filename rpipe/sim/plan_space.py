@@ -15,7 +15,7 @@ from rpipe.config import Config, ConfigError
 from rpipe.config_rules import problems
 from rpipe.policy.seating import Node, SeatingError, parts, together
 from rpipe.sim.costs import engine_costs, hardware_of
-from rpipe.sim.layouts import Engines, Plan, Trainer, with_engines, with_plan, with_trainer
+from rpipe.sim.layouts import Engines, Plan, Trainer, plan_of, with_engines, with_plan, with_trainer
 from rpipe.sim.memory import FIT, EngineMemory, TrainerMemory, engine_memory, trainer_memory
 from rpipe.sim.shape import Shape, shape_of
 
@@ -127,8 +127,8 @@ def _most(pruned: Counter[str], what: str) -> str:
 
 
 def _widths(config: Config) -> list[int | None]:
-    """F_w: 1, 2, 3, 4, 6, 8, 12, ... R; a hard step of 1.5 at most."""
-    if config.admission.policy == "fifo":
+    """F_w: 1, 2, 3, 4, 6, 8, 12, ... R; a hard step of 1.5 at most. None alone where nobody is to choose it."""
+    if plan_of(config).frontier_groups is None:
         return [None]
     groups = config.rollout.groups_per_iteration
     steps = {n for k in range(groups.bit_length()) for n in (1 << k, 3 << k >> 1) if n <= groups}

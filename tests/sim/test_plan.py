@@ -45,6 +45,7 @@ SETTINGS = {
     "serial": ["pipeline.mode=serial", "admission.policy=fifo"],
     "exact": ["pipeline.mode=exact", "training.packing=group"],
     "soft frontier": ["admission.policy=soft_frontier"],
+    "soft frontier that finds its width": ["admission.policy=soft_frontier", "admission.frontier_groups=auto"],
     "over-sampled": [
         "rollout.filter=zero_variance",
         "rollout.over_sampling=1.5",

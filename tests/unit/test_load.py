@@ -82,6 +82,7 @@ def test_a_line_through_noise_never_says_that_tokens_take_no_time() -> None:
     for batch, seconds in ((10, 0.01), (20, 1.0), (30, 2.0)):
         pace.turn(10, seconds, batch, batch)
     assert 0 < pace.token_s(0.125) == pace.token_s(1) < pace.token_s(20)
+    assert 20 / pace.token_s(20) >= 1 / pace.token_s(1) * (1 - 1e-9), "more of them never make fewer tokens a second"
     assert all(width.first_s > 0 and width.lost_s >= 0 for width in pace.widths(8))
 
 

@@ -73,9 +73,13 @@ def test_a_width_that_nobody_set_is_the_quickest_and_no_less_than_a_steps_groups
     assert auto.width(load()) is None and auto.width(load(widths=WIDTHS)) == WIDTHS[1]
     assert SoftFrontier(None, groups_per_step=3).width(load(widths=WIDTHS)) == WIDTHS[2]
     assert SoftFrontier(3, groups_per_step=2).width(load(widths=WIDTHS)) == WIDTHS[2], "three were asked for"
-    assert SoftFrontier(9, groups_per_step=2).width(load(widths=WIDTHS)) == WIDTHS[3], "more than fit"
+    assert SoftFrontier(9, groups_per_step=2).width(load(widths=WIDTHS)) == WIDTHS[3], "nothing more is known of nine"
     slow = {**SLOW_TRAINING, "widths": WIDTHS}
     assert auto.admits(load(groups_in_service=1, **slow)) and not auto.admits(load(groups_in_service=2, **slow))
+    for asked in (3, 9):  # neither rounded nor cut
+        policy, later = SoftFrontier(asked, groups_per_step=2), {**slow, "groups_served": 1}
+        assert policy.admits(load(groups_in_service=asked - 1, **later))
+        assert not policy.admits(load(groups_in_service=asked, **later))
 
 
 def test_a_first_group_sooner_is_weighed_against_a_rollout_that_ends_later():
@@ -90,7 +94,9 @@ def test_a_first_group_sooner_is_weighed_against_a_rollout_that_ends_later():
     assert pays(1.0), "probably: 18 s against 16"
     assert not pays(0.85), "it ends with rollout: then it waited between groups"
     assert not pays(0.5), "rollout ends last"
-    assert not pays(1.0, groups_unserved=15), "the first group is there: 14 s are left to train, 15 to roll out"
+    assert not pays(1.0, groups_unserved=15, groups_served=1), "the first group is there: 14 s to train, 15 to roll out"
+    caught_up = {"groups_unserved": 9, "groups_untrained": 9, "groups_served": 7}
+    assert not pays(1.2, **caught_up) and pays(1.5, **caught_up), "nor does a trainer that caught up make it a beginning again"
 
 
 def test_nothing_left_to_roll_out_is_no_reason_to_fail():
