@@ -417,14 +417,14 @@ def test_an_interpreter_without_sglang_is_named(model: SimpleNamespace, tmp_path
 
 
 def test_a_port_that_another_engine_has_is_told_by_sglang_and_its_answers_are_not_taken_for_ours(
-    model: SimpleNamespace, tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+    model: SimpleNamespace, tmp_path: Path, fresh: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, as it costs a whole start; that three are tried is in tests/unit/test_bad_inputs.py."""
     monkeypatch.setattr(sglang_engine, "LAUNCHES", 1)
-    monkeypatch.setattr(sglang_server, "free_port", lambda: int(served.engine.server.url.rpartition(":")[2]))
+    monkeypatch.setattr(sglang_server, "free_port", lambda: int(fresh.engine.server.url.rpartition(":")[2]))
     with pytest.raises(EngineError, match=r"engine 4: SGLang's server cannot listen: .*address already in use; see"):
         asyncio.run(make(model, tmp_path, 4).start())
-    assert served(collect(served.engine, request("still", [5, 6], 4)))
+    assert fresh(collect(fresh.engine, request("still", [5, 6], 4)))
 
 
 def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly(
