@@ -22,10 +22,15 @@ class Width:
     lost_s: float  # of rollout's time until then
 
 
+def steps(most: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12 ... `most`: a step of 1.5 at most, from 2 on."""
+    return sorted({w for k in range(most.bit_length()) for w in (1 << k, 3 << k >> 1) if w <= most} | {most})
+
+
 def widths(
     longest_tokens: Sequence[int], token_s: Callable[[float], float], most: int, group_slots: float
 ) -> tuple[Width, ...]:
-    """Widths of 1, 2, 3, 4, 6, 8, 12 ... `most` groups.
+    """Of each of `steps(most)` groups.
 
     `longest_tokens`: of past groups' longest responses. `token_s`: seconds a token, by the trajectories that an engine runs.
     `most`: groups that fill all engines. `group_slots`: trajectories of a group on one engine. O(log(most) x groups).
@@ -38,10 +43,9 @@ def widths(
     def tokens_a_second(width: int) -> float:
         return width * group_slots / token_s(width * group_slots)
 
-    steps = {w for k in range(most.bit_length()) for w in (1 << k, 3 << k >> 1) if w <= most} | {most}
-    fastest = max(tokens_a_second(w) for w in steps)
+    fastest = max(tokens_a_second(w) for w in steps(most))
     found = []
-    for width in sorted(steps):
+    for width in steps(most):
         first_s = least_tokens(width) * token_s(width * group_slots)
         found.append(Width(width, first_s, first_s * (1 - tokens_a_second(width) / fastest)))
     return tuple(found)

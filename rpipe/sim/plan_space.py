@@ -14,6 +14,7 @@ from functools import lru_cache
 from rpipe.config import Config, ConfigError
 from rpipe.config_rules import problems
 from rpipe.policy.seating import Node, SeatingError, parts, together
+from rpipe.policy.width import steps
 from rpipe.sim.costs import engine_costs, hardware_of
 from rpipe.sim.layouts import Engines, Plan, Trainer, plan_of, with_engines, with_plan, with_trainer
 from rpipe.sim.memory import FIT, EngineMemory, TrainerMemory, engine_memory, trainer_memory
@@ -130,9 +131,7 @@ def _widths(config: Config) -> list[int | None]:
     """F_w: 1, 2, 3, 4, 6, 8, 12, ... R; a hard step of 1.5 at most. None alone where nobody is to choose it."""
     if plan_of(config).frontier_groups is None:
         return [None]
-    groups = config.rollout.groups_per_iteration
-    steps = {n for k in range(groups.bit_length()) for n in (1 << k, 3 << k >> 1) if n <= groups}
-    return [*sorted(steps | {groups})]
+    return [*steps(config.rollout.groups_per_iteration)]
 
 
 def _node(config: Config) -> int:
