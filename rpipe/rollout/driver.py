@@ -107,7 +107,7 @@ from rpipe.runtime.messages import (
 )
 from rpipe.runtime.world import World
 
-POLL_S = 0.002
+POLL_S = 0.005  # of MPI; what this rank's own engine and rewards say wakes the loop at once
 CHANNEL_TRAINER = 1  # the training coordinator's rank in the two-member channel group
 
 
@@ -138,6 +138,7 @@ class RolloutDriver:
         self._owner: EngineOwner | None = None
         self._rewards = RewardPool(config.reward, config.run.seed, log_path=rewards_log)
         self._inbox: deque[RolloutEvent] = deque()
+        self._woken = asyncio.Event()  # something may have come
         self._held: dict[GroupId, HeldGroup] = {}
         self._waiting: dict[GroupId, NDArray[np.uint8]] = {}  # packed groups that the trainer is not ready for
         self._sent: dict[GroupId, Sent] = {}
@@ -169,7 +170,7 @@ class RolloutDriver:
             owner.start()
             while not self.coordinator.done:
                 self._turn_crank()
-                await asyncio.sleep(0 if self._inbox else POLL_S)
+                await self._pause()
             if self._failure is not None:
                 raise self._failure
             if not self.reason:
@@ -186,6 +187,14 @@ class RolloutDriver:
             self._kept.close()
             with contextlib.suppress(TimeoutError):  # a peer that is gone takes nothing; why it went is the error to show
                 self._mailbox.drain(self.config.limits.stop_s)
+
+    async def _pause(self) -> None:
+        """Until this rank's own engine or a reward has said something, or MPI is to be asked again: asking costs CPU that the
+        engine's processes want."""
+        alarm = asyncio.get_running_loop().call_later(POLL_S, self._woken.set)
+        await self._woken.wait()
+        alarm.cancel()
+        self._woken.clear()
 
     def _turn_crank(self) -> None:
         for _, message in self._mailbox.poll():
@@ -244,6 +253,7 @@ class RolloutDriver:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._woken.set()
         if not task.cancelled() and task.exception() is not None:
             self._failure = task.exception()
 
@@ -251,6 +261,7 @@ class RolloutDriver:
 
     def receive(self, message: AnyMessage | Message) -> None:
         """From an engine owner (directly or over MPI) or from the trainer."""
+        self._woken.set()
         now = self._world.clock()
         match message:
             case TurnDone():

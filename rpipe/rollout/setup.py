@@ -42,7 +42,7 @@ from rpipe.runtime.world import World, WorldError, quiet_barrier
 from rpipe.training import convert, memory
 from rpipe.training.hf import Shape, read_shape
 
-PARK_S = 0.005
+POLL_S, PARK_S = 0.002, 0.005  # of a rank with an engine, and of one that only waits
 
 
 async def run(config: Config, world: World, run_dir: RunDir, log: EventLog, mailbox: Mailbox) -> str:
@@ -101,7 +101,7 @@ async def serve(config: Config, mailbox: Mailbox, owner: EngineOwner | None) -> 
                 owner.handle(message)
             else:
                 mailbox.check_silence(config.limits.message_s, lambda: "the rollout coordinator")
-                await asyncio.sleep(PARK_S if owner is None else 0.001)
+                await asyncio.sleep(PARK_S if owner is None else POLL_S)
                 continue
             break
     finally:

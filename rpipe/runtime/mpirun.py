@@ -55,7 +55,7 @@ class Starter:
             "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "PRTE_ALLOW_RUN_AS_ROOT": "1",
             "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_mpi_yield_when_idle": "1",  # more ranks than cores: a waiting rank gives way
+            "OMPI_MCA_mpi_yield_when_idle": "0",  # ranks sleep between polls; a yield in a poll gives a whole time slice away
         }
         if self.kind == "srun":
             yield told

@@ -100,4 +100,4 @@ def test_doctors_two_ranks_meet_in_a_folder_of_their_own_and_srun_is_told_of_non
     assert [check.state for check in doctor.check_mpi()] == ["ok"]
     assert seen and not Path(seen[0]).exists()
     with Starter("srun", "/srun").environment() as told:
-        assert "PRTE_MCA_prte_tmpdir_base" not in told and told["OMPI_MCA_mpi_yield_when_idle"] == "1"
+        assert "PRTE_MCA_prte_tmpdir_base" not in told and told["OMPI_MCA_mpi_yield_when_idle"] == "0"
