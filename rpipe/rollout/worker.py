@@ -105,8 +105,8 @@ class EngineOwner:
                 self._life, self._up = message.life, False
                 self._begin(self._restart(message.version, self._abandon()))
             case CancelTurn():
-                if self._up and (response := self._turns.get(message.trajectory)) is not None:
-                    self._begin(self.engine.abort(response.request_id))
+                if self._up:
+                    self._begin(self._cancel(message.trajectory))
             case StartTurn() | LoadWeights() | Join() | Condemn():
                 if self._up and message.life == self._life:
                     self._handle(message)
@@ -276,6 +276,12 @@ class EngineOwner:
         self.reply(WeightsLoaded(EngineUpdated(t=self._clock(), engine=self.index, version=version, started_t=began)))
 
     # ---- turns
+
+    async def _cancel(self, trajectory: TrajectoryId) -> None:
+        """A task, as the turn is: tasks begin in order, so one that was asked for just before stands at the engine by now."""
+        response = self._turns.get(trajectory)
+        if response is not None:
+            await self.engine.abort(response.request_id)
 
     async def _turn(self, message: StartTurn) -> None:
         trajectory, rollout = message.command.trajectory, self._config.rollout

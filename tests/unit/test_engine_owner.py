@@ -184,3 +184,20 @@ def test_what_no_restart_mends_ends_the_run(tmp_path):
         await made.close()
 
     asyncio.run(work())
+
+
+def test_a_turn_that_is_cancelled_in_the_moment_it_is_asked_for_ends_with_what_it_has(tmp_path):
+    async def work() -> None:
+        made, said = owner(tmp_path, scripted(), stall_s=60.0)
+        await until(said, m.EngineUp)
+        made.handle(turn(0))
+        made.handle(m.CancelTurn(TrajectoryId(0, 0)))  # both are handled before any task runs
+        done = await until(said, m.TurnDone)
+        assert done.event.trajectory == TrajectoryId(0, 0)
+        assert done.event.finish == "abort" and done.event.output_tokens < 300
+        made.handle(m.CancelTurn(TrajectoryId(0, 0)))  # it crossed the answer: nothing is left to cut
+        made.handle(turn(1))
+        assert (await until(said, m.TurnDone, 2)).event.finish == "stop"
+        await made.close()
+
+    asyncio.run(work())
