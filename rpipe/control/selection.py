@@ -3,11 +3,13 @@
 The first R groups, in submission order, that the filter keeps. Speed decides nothing: a group that is done early does not push
 out one of lower order that still runs, or short answers would be favoured. A group is *selected* as soon as fewer than R groups
 before it can still be kept; until then a finished one is held. Dropping a group selects the next one; where none is drawn
-yet, more are asked for, up to a limit (DAPO's dynamic sampling, bounded).
+yet, more are asked for, up to a limit (DAPO's dynamic sampling, bounded). One that is dropped before its turn came counts
+only when it comes: in another run the others might have been done first, and it would never have been looked at.
 
 Invariants (tests/property/test_selection.py asserts them):
 - never more than R are selected, and exactly R where enough of those drawn are kept;
-- what is selected in the end depends on the filter's answers alone, not on their order in time;
+- what is selected in the end, and how many are drawn, depends on the filter's answers alone, not on their order in time
+  (the next iteration's prompts begin where this one's end);
 - never more are drawn than the limit.
 """
 
@@ -45,7 +47,8 @@ class Selection:
 
     def ask(self) -> int:
         """How many more to draw now. They count as asked for from here on."""
-        count = max(0, min(self.wanted + self.ahead + len(self._refused), self.most) - self._asked)
+        refused = self.end - self.selected  # of those whose turn came
+        count = max(0, min(self.wanted + self.ahead + refused, self.most) - self._asked)
         self._asked += count
         return count
 

@@ -134,6 +134,8 @@ def test_the_first_groups_kept_as_submitted_are_trained_whatever_finishes_first(
         assert all(len(s.groups) == 2 for s in steps[:-1])
         ended = [c for c in run.rollout_commands(e.DropGroup) + run.rollout_commands(e.SendGroup) if c.iteration == iteration]
         assert sorted(c.order for c in ended) == list(range(run.drawn[iteration])), "each that was drawn is sent or dropped"
+        end = kept[-1] + 1 if len(kept) == 6 else most
+        assert run.drawn[iteration] == min(end + ahead, most), "as many, whatever finishes first"
     cut = {c.trajectory.group for c in run.rollout_commands(e.AbortTurn)}
     assert cut <= {c.group for c in run.rollout_commands(e.DropGroup) if c.reason == "surplus"}
 

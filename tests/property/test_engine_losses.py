@@ -132,9 +132,10 @@ def test_replaying_a_history_with_losses_gives_the_same_commands(data, width):
 @settings(max_examples=40, deadline=None)
 @given(st.data(), widths, st.sets(st.integers(0, 17)), st.sets(st.integers(0, 17)), st.integers(0, 3), st.integers(0, 2))
 def test_with_refill_losses_and_kept_groups_the_same_groups_are_trained(data, width, kept, dull, refill, ahead):
-    """Whatever happened before and happens now, the selection is by submission order alone."""
+    """Whatever happened before and happens now, the selection is by submission order alone, and so is how many are drawn: the
+    next iteration gets the same prompts."""
 
-    def run(losses: int, kept: set[int]) -> list[list[int]]:
+    def run(losses: int, kept: set[int]) -> tuple[list[list[int]], dict[int, int]]:
         random = data.draw(st.randoms(use_true_random=False))
         moments = {random.randrange(250): random.randrange(2) for _ in range(losses)}
         policy = {"drop_zero_variance": True, "refill_groups": refill, "over_sampling_groups": ahead, "engine_restarts": 1000}
@@ -154,6 +155,6 @@ def test_with_refill_losses_and_kept_groups_the_same_groups_are_trained(data, wi
         made.run()
         assert made.training.done and made.rollout.done
         assert not {c.trajectory.group for c in made.rollout_commands(e.SendTurn)} & kept
-        return [sorted(c.groups) for c in made.training_commands(e.FinishStep)]
+        return [sorted(c.groups) for c in made.training_commands(e.FinishStep)], dict(made.drawn)
 
     assert run(12, kept) == run(0, set())

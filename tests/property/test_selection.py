@@ -31,6 +31,9 @@ def test_the_first_kept_by_submission_order_are_selected_whatever_is_answered_fi
     kept = [order for order in range(selection.drawn) if order not in refused]
     assert sorted(selected) == kept[:wanted]
     assert selection.final and (len(selected) == wanted or selection.drawn == selection.most)
+    trained = [order for order in range(selection.most) if order not in refused][:wanted]
+    end = trained[-1] + 1 if len(trained) == wanted else selection.most
+    assert selection.drawn == min(end + ahead, selection.most), "as many, whatever is answered first"
 
 
 def test_a_group_beyond_r_is_needed_only_when_one_before_it_is_dropped():
@@ -48,3 +51,12 @@ def test_no_more_is_asked_for_than_the_limit_allows():
     selection.drew(1)
     selection.refuse(1)
     assert selection.ask() == 0 and selection.final and selection.selected == 1
+
+
+def test_one_that_is_dropped_before_its_turn_comes_is_not_replaced_until_it_comes():
+    selection = Selection(wanted=2, ahead=1, refill=2)
+    selection.drew(3)
+    assert selection.refuse(2) == [] and selection.ask() == 0, "0 and 1 may be kept: then 2 would not have been looked at"
+    assert selection.refuse(0) == [] and selection.ask() == 2, "2 was its replacement"
+    selection.drew(2)
+    assert selection.needs(3) and not selection.needs(4)
