@@ -87,6 +87,13 @@ class Iteration:
         }
 
 
+def _as_left(group: Record) -> list[tuple[int, bool, int]]:
+    """Of each trajectory: tokens, whether it was cut short, turns. Older logs tell tokens only: not cut, no turn counted."""
+    lengths = group["output_tokens"]
+    finishes, turns = group.get("finishes") or ["stop"] * len(lengths), group.get("turns") or [0] * len(lengths)
+    return [(tokens, finish != "stop", taken) for tokens, finish, taken in zip(lengths, finishes, turns)]
+
+
 def _since(start: float, t: float | None) -> float | None:
     return None if t is None else t - start
 
@@ -127,7 +134,7 @@ class _Reader:
         self.to = attempt
         self.group_iteration: dict[int, int] = {}  # training groups of the iterations that roll out
         self.turns: dict[tuple[int, int], tuple[int, bool, int]] = {}  # trajectory -> tokens so far, cut short, turns
-        self.restored: dict[int, list[int]] = {}  # groups that an interrupted attempt had finished -> their tokens
+        self.restored: dict[int, list[tuple[int, bool, int]]] = {}  # the same of groups that came finished
         self.step_iteration: dict[int, int] = {}  # begun, not done
         self.step_groups: dict[int, int] = {}  # step -> how many groups it consumes
         self.batch_iteration: dict[tuple[int, int], tuple[int, int]] = {}  # (replica, micro-batch) in flight -> and its cuts
@@ -181,7 +188,7 @@ class _Reader:
         for group in r["groups"]:
             self.group_iteration[group["group"]] = r["iteration"]
             if group.get("rewards"):
-                self.restored[group["group"]] = group["output_tokens"]
+                self.restored[group["group"]] = _as_left(group)
 
     def _turn(self, r: Record) -> None:
         group, index = r["trajectory"]
@@ -213,9 +220,12 @@ class _Reader:
         restored = self.restored.pop(r["group"], None)
         for index in range(len(rewards)):
             tokens, cut, turns = self.turns.pop((r["group"], index), (0, False, 0))
+            length = tokens
+            if restored is not None:
+                length, cut, turns = restored[index]
             at.turns += turns
             at.generated_tokens += tokens
-            at.response_tokens.append(tokens if restored is None else restored[index])
+            at.response_tokens.append(length)
             at.truncated += cut
         at.trajectories += len(rewards)
         at.reward_sum += sum(rewards)

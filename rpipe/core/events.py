@@ -28,13 +28,15 @@ class Command(Struct, frozen=True, tag_field="kind", tag=True, kw_only=True):
 
 class GroupSpec(Struct, frozen=True):
     """What the coordinator needs to know of a prompt; the driver keeps its tokens under `group`. Of a group that an
-    interrupted attempt had finished, also what came of it: one number a trajectory (`output_tokens`: of its whole response,
-    the environment's answers too)."""
+    interrupted attempt had finished, also what came of it, one entry a trajectory (`output_tokens`: of its whole response,
+    the environment's answers too; `finishes`: stop, length or deadline, of its last turn; `turns`: how many it took)."""
 
     group: GroupId
     prompt_tokens: int
     output_tokens: tuple[int, ...] = ()
     rewards: tuple[float, ...] = ()
+    finishes: tuple[str, ...] = ()
+    turns: tuple[int, ...] = ()
 
 
 # ---- rollout coordinator: events ------------------------------------------------------------------------------------

@@ -117,8 +117,15 @@ class HeldGroup:
         """What the coordinator needs to know of it."""
         if not self.restored:
             return GroupSpec(group, len(self.prompt.token_ids))
-        tokens = tuple(len(t.output_ids) for t in self.finished())
-        return GroupSpec(group, len(self.prompt.token_ids), tokens, tuple(self.rewards))
+        finished = self.finished()
+        return GroupSpec(
+            group,
+            len(self.prompt.token_ids),
+            output_tokens=tuple(len(t.output_ids) for t in finished),
+            rewards=tuple(self.rewards),
+            finishes=tuple(t.finish for t in finished),
+            turns=tuple((len(t.pieces) + 1) // 2 for t in finished),
+        )
 
     def kept(self, group: GroupId) -> KeptGroup:
         """For an attempt that comes after this one."""

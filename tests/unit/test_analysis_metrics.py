@@ -27,6 +27,7 @@ from rpipe.core.events import (
     SendGroup,
     Slice,
     StepDone,
+    ToolFinished,
     TrainerReady,
     TrainMicroBatch,
     TrajectoryScored,
@@ -272,6 +273,38 @@ def test_an_iteration_interrupted_and_trained_again_counts_once_and_the_later_on
         "attempt 1 was killed: its log stops without a JobEnded",
         "not complete, and left out of every figure: iteration 2",
     ]
+
+
+def test_what_an_interrupted_attempt_had_finished_counts_as_cut_and_with_its_turns(tmp_path: Path):
+    """Two groups of two. One comes finished, both responses cut, after three turns and one; the other is generated."""
+    rollout, training = logs(tmp_path / "attempt-1")
+    left = GroupSpec(0, 5, output_tokens=(40, 60), rewards=(1.0, 0.0), finishes=("length", "deadline"), turns=(3, 1))
+    asked = {"iteration": 0, "version": 0, "trajectories_per_group": 2, "groups": (left, GroupSpec(1, 5))}
+    with rollout, training:
+        rollout.event(RolloutRequested(t=0.0, purpose="train", **asked))
+        send(rollout, 0.0, 0, 0, 0, (1.0, 0.0))
+        turn(rollout, 4.0, 1, 0, 10, 0.0)
+        turn(rollout, 5.0, 1, 1, 10, 0.0)
+        answer = {"observation_tokens": 2, "done": False, "started_t": 4.0}
+        rollout.event(ToolFinished(t=6.0, trajectory=TrajectoryId(1, 0), turn=0, **answer))
+        turn(rollout, 7.0, 1, 0, 20, 6.0)
+        send(rollout, 8.0, 0, 1, 1, (1.0, 0.0))
+        rollout.command(8.0, EndRollout(iteration=0, version=0, groups_sent=2, groups_dropped=0))
+        training.command(8.0, BeginStep(step=0, iteration=0))
+        micro_batch(training, 8.0, 0, 0, 0, [0, 1])
+        trained(training, 8.0, 9.0, 0, 0)
+        training.command(9.0, FinishStep(step=0, iteration=0, groups=(0, 1)))
+        step_done(training, 9.0, 10.0, 0)
+    told = report(tmp_path, "hand")
+    assert told["iterations"][0]["generated_tokens"] == 40, "those of this attempt"
+    assert (told["run"]["truncation_rate"], told["run"]["tools"]["turns_mean"]) == (2 / 4, (3 + 1 + 2 + 1) / 4)
+    assert any(problem.startswith("50% of responses were cut") for problem in told["run"]["problems"])
+    text = rollout.path.read_text()
+    older = text.replace(',"finishes":["length","deadline"],"turns":[3,1]', "").replace(',"finishes":[],"turns":[]', "")
+    assert text != older and "finishes" not in older
+    rollout.path.write_text(older)
+    run = report(tmp_path, "hand")["run"]
+    assert (run["truncation_rate"], run["tools"]["turns_mean"]) == (0.0, 3 / 4), "a log that does not tell is read as it was"
 
 
 def test_a_later_attempt_that_did_not_complete_an_iteration_does_not_hide_the_earlier_one(tmp_path: Path):

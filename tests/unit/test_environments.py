@@ -152,4 +152,5 @@ def test_a_group_kept_for_a_later_attempt_comes_back_with_its_turns_and_mask():
     assert again.texts == [["12", "999", "56"]]
     assert isinstance(again.trajectories[0], Trajectory)
     assert again.trajectories[0].sampled.tolist() == trajectory.sampled.tolist()
-    assert again.spec(4).output_tokens == (7,)
+    spec = again.spec(4)
+    assert (spec.output_tokens, spec.finishes, spec.turns) == ((7,), ("stop",), (2,))
