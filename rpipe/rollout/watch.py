@@ -44,10 +44,10 @@ class Tally:
 
     started_t: float = 0.0
     rollout_s: float = 0.0
-    lengths: list[int] = field(default_factory=list)  # sampled tokens of each trajectory
-    sampled: dict[TrajectoryId, int] = field(default_factory=dict)  # of those that have not ended
-    turns: int = 0
-    truncated: int = 0
+    lengths: list[int] = field(default_factory=list)  # sampled tokens of each response that was given to be scored
+    begun: dict[TrajectoryId, tuple[int, int, bool]] = field(default_factory=dict)  # not yet: tokens, turns, the last one cut
+    turns: int = 0  # of the responses in `lengths`
+    truncated: int = 0  # of them: did not end by themselves
     scored: int = 0
     rewards: list[float] = field(default_factory=list)
     groups: int = 0
@@ -57,10 +57,16 @@ class Tally:
     failed_tools: int = 0
     steps: list[StepReport] = field(default_factory=list)
 
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths) + sum(tokens for tokens, _, _ in self.begun.values())
+
     def restored(self, specs: tuple[GroupSpec, ...]) -> None:
         """Some may come from an interrupted attempt, finished."""
         self.lengths += [tokens for spec in specs for tokens in spec.output_tokens]
         self.scored += sum(len(spec.output_tokens) for spec in specs)
+        self.turns += sum(taken for spec in specs for taken in spec.turns)
+        self.truncated += sum(finish != "stop" for spec in specs for finish in spec.finishes)
 
 
 class Watch:
@@ -78,11 +84,13 @@ class Watch:
         tally = self._tally
         match what:
             case TurnFinished():
-                tally.turns += 1
-                tally.sampled[what.trajectory] = tally.sampled.get(what.trajectory, 0) + what.output_tokens
-                tally.truncated += what.finish != "stop"
+                tokens, turns, _ = tally.begun.get(what.trajectory, (0, 0, False))
+                tally.begun[what.trajectory] = tokens + what.output_tokens, turns + 1, what.finish != "stop"
             case ScoreTrajectory():
-                tally.lengths.append(tally.sampled.pop(what.trajectory))
+                tokens, turns, cut = tally.begun.pop(what.trajectory)
+                tally.lengths.append(tokens)
+                tally.turns += turns
+                tally.truncated += cut
             case ToolFinished():
                 if what.error:
                     tally.failed_tools += 1
@@ -178,7 +186,7 @@ class Watch:
                 groups_trained=self._trainer.groups_consumed,
                 trajectories_done=tally.scored,
                 trajectories_total=tally.trajectories,
-                tokens_per_s=(sum(tally.lengths) + sum(tally.sampled.values())) / elapsed_s if elapsed_s > 0 else 0.0,
+                tokens_per_s=tally.tokens / elapsed_s if elapsed_s > 0 else 0.0,
                 trainer=self._trainer_words(),
                 reward_mean=self._reward,
                 held_out=self._held_out,
@@ -222,7 +230,7 @@ class Watch:
                 "reward/mean": statistics.fmean(tally.rewards),
                 "response/tokens_mean": statistics.fmean(tally.lengths),
                 "response/tokens_max": float(max(tally.lengths)),
-                "response/turns_mean": tally.turns / max(1, tally.trajectories),
+                "response/turns_mean": tally.turns / len(tally.lengths),
                 "tools/failed": float(tally.failed_tools),
                 "response/truncation_rate": tally.truncated / len(tally.lengths),
                 "policy/loss": mean("loss"),
