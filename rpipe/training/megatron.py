@@ -180,7 +180,10 @@ class MegatronTrainer:
     def save(self, directory: Path, extra: dict[str, Any]) -> None:
         """`extra` must be the same on all ranks."""
         common = {"steps": self.optimizer.steps, "extra": json.dumps(extra), "random": devices.random_state(self.device)}
-        checkpoint.save(Path(directory), {**self._sharded(loading=False), **common})
+        try:
+            checkpoint.save(Path(directory), {**self._sharded(loading=False), **common})
+        finally:
+            self.optimizer.rest()
 
     def load(self, directory: Path) -> dict[str, Any]:
         if self._reference is not None and not checkpoint.holds(Path(directory), "reference."):

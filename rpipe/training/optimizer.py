@@ -73,6 +73,7 @@ class Optimizer:
             use_checkpoint_opt_param_scheduler=False,
             override_opt_param_scheduler=True,
         )
+        self.rest()  # a first step's activations come before its moments
 
     def zero_grad(self) -> None:
         self._inner.zero_grad()
@@ -92,7 +93,7 @@ class Optimizer:
                 if part.get_parameters():
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self.settings.clip_grad_norm, norm)
         if not math.isfinite(norm):
-            self._bring(self._rest)
+            self.rest()
             return False, norm, float(inner.param_groups[0]["lr"])
         if learning_rate is None:
             self._schedule.step(1)
@@ -100,8 +101,12 @@ class Optimizer:
             for group in inner.param_groups:
                 group["lr"], group["weight_decay"] = learning_rate, 0.0
         inner.step_with_ready_grads()
-        self._bring(self._rest)
+        self.rest()
         return True, norm, float(inner.param_groups[0]["lr"])
+
+    def rest(self) -> None:
+        """Offloaded: moments and float32 weights go where they wait. After `sharded_state`, once its state is written."""
+        self._bring(self._rest)
 
     def _bring(self, device: torch.device) -> None:
         """Moments and float32 weights to where they are needed, or where they wait; nothing moves unless offloaded."""
@@ -141,7 +146,7 @@ class Optimizer:
 
     def sharded_state(self, model_state: dict[str, Any], loading: bool, metadata: dict[str, Any]) -> dict[str, Any]:
         """By part: one, or the dense parameters' and the experts'. Tensors' keys say nothing of parts, so that a checkpoint
-        goes on where experts are cut otherwise."""
+        goes on where experts are cut otherwise. Offloaded ones are on the device from here until `rest`."""
         self._bring(self._device)
         return {
             str(i): part.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
@@ -158,7 +163,7 @@ class Optimizer:
                 {"optimizer": {"param_groups": groups}, "param_state": tensors, "param_state_sharding_type": SHARDING}
             )
         self._set_steps(steps)
-        self._bring(self._rest)
+        self.rest()
 
 
 def _like(group: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

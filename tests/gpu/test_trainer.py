@@ -90,3 +90,8 @@ def test_peak_memory_stays_within_the_estimate(large: dict[str, Any]) -> None:
 def test_recompute_and_offload_take_less_memory(large: dict[str, Any]) -> None:
     assert large["recompute"]["peak_bytes"] < large["large"]["peak_bytes"]
     assert large["offload"]["peak_bytes"] < large["large"]["peak_bytes"]
+
+
+def test_an_offloaded_optimizer_lies_in_host_memory_whenever_a_step_may_begin(folder: Path) -> None:
+    seen = run("offloaded", folder)
+    assert len(seen) == 5 and set(map(tuple, seen.values())) == {("cpu",)}, seen

@@ -74,6 +74,26 @@ def stepped(folder: Path, accelerator: str, to: Path) -> dict[str, Any]:
     return out
 
 
+def offloaded(folder: Path, accelerator: str, to: Path) -> dict[str, list[str]]:
+    """Kinds of devices where float32 weights and moments lie at the moments when a step's activations may come."""
+    trainer = trainer_of(settings(folder, accelerator, "bfloat16", optimizer={"offload": True}), folder)
+
+    def places() -> list[str]:
+        groups = [group for part in trainer.optimizer._parts for group in part.shard_fp32_from_float16_groups]
+        kept = [param for group in groups for param in group if param is not None]
+        return sorted({t.device.type for t in [*kept, *trainer.optimizer.moments()]})
+
+    found = {"made": places()}
+    for name in ("stepped", "stepped after a save"):
+        trainer.begin_step()
+        trainer.accumulate([plain.sequences(9, 50)])
+        trainer.finish_step()
+        found[name] = places()
+        trainer.save(to / "offloaded", {})
+        found[f"{name}, saved"] = places()
+    return found
+
+
 def large(folder: Path, accelerator: str, **training: Any) -> dict[str, Any]:
     """Seconds and memory of steps of TOKENS tokens at 1.7 B parameters, against the preflight estimate."""
     from rpipe.training import hf, memory
@@ -130,6 +150,7 @@ def main() -> None:
     small = plain.make_model(folder / "small", "qwen3", True)
     found = {
         "stepped": lambda: stepped(small, accelerator, folder),
+        "offloaded": lambda: offloaded(small, accelerator, folder),
         "large": lambda: large(make_large(folder / "large"), accelerator),
         "recompute": lambda: large(make_large(folder / "large"), accelerator, recompute="full"),
         "offload": lambda: large(make_large(folder / "large"), accelerator, optimizer={"offload": True}),
