@@ -128,7 +128,7 @@ class MegatronTrainer:
         total = self._sums.over_ranks(self.layout.speaking(dist.get_world_size()), self.device)
         count = torch.tensor(int(self._sums.denominator), dtype=torch.int, device=self.device)
         finalize_model_grads([self._ddp], count)
-        if total.denominator:
+        if total.trained_tokens:
             applied, norm, rate = self.optimizer.step(learning_rate)
         else:  # not one trained token anywhere
             applied, norm, rate = True, 0.0, 0.0  # a step of empty responses is no fault
