@@ -140,15 +140,21 @@ class MegatronTrainer:
         """[T], this trainer's own at the rollout temperature, 0 where `loss_mask` is 0. A domain's ranks call it together."""
         return self._passes.whole_logprobs(dict(self.model.named_parameters()), batch)
 
-    def _snapshot(self) -> Parameters:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+    def _copied(self, kept: Parameters | None) -> Parameters:
+        """The weights as they are now, in the memory of an older copy where there is one."""
+        if kept is None:
+            return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                kept[name].copy_(p)
+        return kept
 
     def _keep_round_start(self) -> None:
         """Copies of the weights as they are now, where the config asks for them."""
         if self.config.training.loss.kl_coefficient:
-            self._reference = self._snapshot()
+            self._reference = self._copied(self._reference)
         if self.config.pipeline.old_logprob == "pinned":
-            self._pinned = self._snapshot()
+            self._pinned = self._copied(self._pinned)
 
     # ---- weights out ------------------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class MegatronTrainer:
         of the parameters where nothing had to move: consume a bucket before the next step. To ask is to publish: what
         `pipeline.old_logprob = pinned` compares with is taken here, on every rank."""
         if self._pinned is not None:
-            self._pinned = self._snapshot()
+            self._pinned = self._copied(self._pinned)
         return iter(()) if self.replica else self.weights.buckets(bucket_bytes)
 
     def export_grads(self) -> dict[str, torch.Tensor]:
@@ -195,8 +201,9 @@ class MegatronTrainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load(state["optimizer"], int(state["steps"]))
         devices.restore_random_state(self.device, state["random"])
-        self._keep_round_start()
-        if "reference" in state:
+        if self._pinned is not None:
+            self._pinned = self._copied(self._pinned)
+        if self._reference is not None:
             self._reference = state["reference"]
         extra: dict[str, Any] = json.loads(state["extra"])
         return extra

@@ -169,6 +169,18 @@ def test_pinned_logprobs_are_those_of_the_weights_last_published(guards: Any) ->
     assert guards["pinned"]["grads"] < 1e-4
 
 
+def test_a_step_without_a_trained_token_moves_nothing_whatever_the_loss_is_divided_by(guards: Any) -> None:
+    assert guards["untrained"] == {"moved": 0.0, "schedule": 0, "skipped": False, "sequences": 6}
+
+
+def test_a_publish_and_a_resume_copy_no_kept_weights_into_new_memory(guards: Any) -> None:
+    assert guards["kept"]["both"] == guards["kept"]["plain"]
+
+
+def test_an_offloaded_optimizer_goes_to_rest_though_a_checkpoint_cannot_be_written(guards: Any) -> None:
+    assert guards["kept"]["rests"] == 1
+
+
 @pytest.mark.parametrize("spread", ["uneven", "none"])
 def test_two_replicas_with_unequal_work_equal_one_big_batch(dp2: Any, spread: str) -> None:
     seen = dp2[spread]

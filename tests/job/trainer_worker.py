@@ -18,9 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rpipe.config import Config, Loss
 from rpipe.core.types import Sequences
+from rpipe.runtime.checkpoints import NotWritten
 from rpipe.training import megatron
 from rpipe.training.megatron import MegatronTrainer
 from tests.job import trainer_reference as plain
@@ -227,6 +229,8 @@ def guards(folder: Path) -> dict[str, Any]:
     out["warm_up"] = warm_up(config, where)
     out["pinned"] = pinned(config, where, data)
     out["bfloat16"] = bfloat16(config, where, folder / "checkpoint-bf16", data)
+    out["untrained"] = untrained(config, where, data)
+    out["kept"] = kept(config, where, folder, data)
     return out
 
 
@@ -348,6 +352,57 @@ def bfloat16(config: Any, where: Path, to: Path, data: list[Sequences]) -> dict[
     dtypes = {str(t.dtype) for t in weights(trainer).values()} | {d for _, d, _ in trainer.weight_specs()}
     grads = {str(p.main_grad.dtype) for p in trainer.model.parameters()}
     return {"dtypes": sorted(dtypes), "grads": sorted(grads), "later": worst(weights(trainer), weights(other)), "same": a == b}
+
+
+def untrained(config: Any, where: Path, data: list[Sequences]) -> dict[str, Any]:
+    """A step of empty responses after one that left momentum behind, under an aggregation that counts sequences."""
+    loss = config.training.loss.model_copy(update={"aggregation": "sequence_mean"})
+    training = config.training.model_copy(update={"loss": loss})
+    trainer = MegatronTrainer(config.model_copy(update={"training": training}), where)
+    step(trainer, data[:1])
+    before, steps = weights(trainer), trainer.optimizer.steps
+    stats = step(trainer, [replace(data[1], loss_mask=np.zeros_like(data[1].loss_mask))])
+    return {
+        "moved": worst(weights(trainer), before),
+        "schedule": trainer.optimizer.steps - steps,
+        "skipped": stats.skipped,
+        "sequences": stats.sequences,
+    }
+
+
+class Clones(TorchDispatchMode):
+    """Counts copies into new memory, of tensors of two dimensions."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.clone.default and args[0].dim() == 2
+        return func(*args, **(kwargs or {}))
+
+
+def kept(config: Any, where: Path, folder: Path, data: list[Sequences]) -> dict[str, Any]:
+    """What a publish and a resume copy into new memory for pinned and reference weights; the optimizer after a save."""
+    tree = config.model_dump()
+    tree["training"]["loss"]["kl_coefficient"], tree["pipeline"]["old_logprob"] = 0.1, "pinned"
+    both, clones, rests = Config.model_validate(tree), {}, []
+    for name, settings in (("plain", config), ("both", both)):
+        trainer, path = MegatronTrainer(settings, where), folder / f"checkpoint-{name}"
+        step(trainer, data[:1])
+        rest = trainer.optimizer.rest
+        trainer.optimizer.rest = lambda rest=rest: rests.append(rest())  # type: ignore[method-assign]
+        trainer.save(path, {})
+        with Clones() as publish:
+            trainer.weight_buckets(10_000)
+        with Clones() as load:
+            trainer.load(path)
+        clones[name] = [publish.count, load.count]
+    rests.clear()
+    (folder / "a-file").touch()
+    try:
+        trainer.save(folder / "a-file" / "checkpoint", {})
+    except NotWritten:
+        clones["rests"] = len(rests)
+    return clones
 
 
 def streamed(folder: Path, owners: list[int], model: str = "stream", together: int = 1, **cut: int) -> dict[str, Any]:
