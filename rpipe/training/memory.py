@@ -45,24 +45,27 @@ def needs(config: Config, shape: Shape) -> list[Need]:
 
 
 def problem(config: Config, found: Sequence[Need], device_bytes: int, hosts: Sequence[str]) -> str:
-    """Why it does not fit, in one line; empty where it does. On a CPU the ranks of a host share what it has; `hosts` are
-    all ranks', rollout first."""
-    most = int(device_bytes * FIT)
-    if config.cluster.accelerator != "cpu":
+    """Why it does not fit, in one line; empty where it does. On a CPU the ranks of a host share what it has, with
+    cluster.share_device its first device; `hosts` are all ranks', rollout first."""
+    most, accelerator = int(device_bytes * FIT), config.cluster.accelerator
+    if accelerator != "cpu" and not config.cluster.share_device:
         for need in found:
             if need.total > most:
                 there = f"does not fit a device of {_readable(device_bytes)}"
-                return f"{need.line()} {there}; {_advice(need, config.cluster.accelerator)}"
+                return f"{need.line()} {there}; {_advice(need, accelerator)}"
         return ""
     train, serve = found
     for host in dict.fromkeys(hosts):
         roles = [i >= config.cluster.rollout_ranks for i, name in enumerate(hosts) if name == host]
         engines = sum(not trains for trains in roles) // config.engine.tp
-        total = sum(roles) * train.total + engines * serve.total * config.engine.tp
+        there, on_it, advice = host, config.engine.tp, _advice(train, accelerator)
+        if accelerator != "cpu":  # an engine's other ranks have the next devices
+            there, on_it, advice = f"the first device of {host}", 1, "try cluster.share_device = false: a device for each rank"
+        total = sum(roles) * train.total + engines * serve.total * on_it
         if total > most:
             return (
-                f"{sum(roles)} training ranks and {engines} engines on {host} want {_readable(total)} of its"
-                f" {_readable(device_bytes)}: {train.line()}; {serve.line()}; {_advice(train, 'cpu')}"
+                f"{sum(roles)} training ranks and {engines} engines on {there} want {_readable(total)} of its"
+                f" {_readable(device_bytes)}: {train.line()}; {serve.line()}; {advice}"
             )
     return ""
 

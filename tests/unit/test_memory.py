@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from rpipe.config import Config
+from rpipe.control.settings import training_settings
+from rpipe.policy.batching import Item, heaviest, pack
 from rpipe.training import memory
 from rpipe.training.hf import Shape
 
@@ -81,6 +83,27 @@ def test_ranks_of_a_host_share_its_memory_on_a_cpu() -> None:
     why = memory.problem(found, needs, room - (2 << 20), ["a"] * 4)
     assert why.startswith("3 training ranks and 1 engines on a want")
     assert memory.problem(found, needs, int(2 * needs[0].total / memory.FIT) + (1 << 20), ["a", "b", "b", "c"]) == ""
+
+
+def test_roles_that_share_a_device_share_its_memory() -> None:
+    cluster = {"accelerator": "cuda", "training_ranks": 1, "rollout_ranks": 2, "share_device": True}
+    found = Config.model_validate({**config().model_dump(), "cluster": cluster, "channel": {"backend": "gloo"}})
+    needs = memory.needs(found, QWEN3)
+    together = 2 * needs[1].total + needs[0].total
+    room = int(together / memory.FIT) + (1 << 20)
+    assert max(need.total for need in needs) < 0.9 * room, "each by itself would fit"
+    assert memory.problem(found, needs, room, ["a"] * 3) == ""
+    why = memory.problem(found, needs, room - (2 << 20), ["a"] * 3)
+    assert why.startswith("1 training ranks and 2 engines on the first device of a want ")
+    assert why.endswith("; try cluster.share_device = false: a device for each rank")
+    assert memory.problem(found, needs, room - (2 << 20), ["a", "b", "b"]) == ""
+
+
+def test_no_peer_of_expert_parallel_ranks_gets_more_of_a_micro_batch_than_is_planned() -> None:
+    found = config({"ep": 8, "micro_batch_tokens": 16384}, 8)
+    settings = training_settings(found)
+    packed = pack([Item(0, i, 14_000) for i in range(9)], settings.micro_batch_tokens, settings.peers)
+    assert max(heaviest(batch, found.training.ep) for batch in packed) <= found.training.micro_batch_tokens
 
 
 @pytest.mark.parametrize("key", ["micro_batch_tokens", "logprob_chunk_tokens"])
