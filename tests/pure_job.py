@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from rpipe.control.rollout import RolloutCoordinator
@@ -235,7 +236,9 @@ class PureJob:
         for _, commands in self.training_history:
             for c in commands:
                 if isinstance(c, e.TrainMicroBatch):
-                    done[c.replica].append((c.step, tuple((s.group, s.samples) for s in c.slices)))
+                    items = [(s.group, sample) for s in c.slices for sample in s.samples]
+                    cuts = c.cuts or (len(items),)
+                    done[c.replica] += [(c.step, tuple(items[end - n : end])) for n, end in zip(cuts, accumulate(cuts))]
                 elif isinstance(c, e.FinishStep):
                     for replica in done:
                         replica.append(("step", c.step, tuple(sorted(c.groups))))

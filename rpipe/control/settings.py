@@ -49,9 +49,10 @@ def training_settings(config: Config) -> TrainingSettings:
         span_groups=config.training.packing == "global",
         groups_per_step=config.groups_per_step,
         replicas=config.replicas,
-        micro_batch_tokens=config.training.micro_batch_tokens * config.training.ep,  # shared by so many data-parallel peers
+        micro_batch_tokens=config.training.micro_batch_tokens,
         iterations=config.run.iterations,
         checkpoint_every_iterations=config.run.checkpoint_every_iterations,
         stop_after_skipped_steps=config.training.optimizer.stop_after_skipped_steps,
         pipeline_stages=config.training.pp,
+        peers=config.training.ep,
     )

@@ -46,9 +46,9 @@ from rpipe.core.events import (
     WeightsPublished,
 )
 from rpipe.core.types import GroupId, Version
-from rpipe.policy.batching import FILL, Item, feasible, owners, pack, pipelined
+from rpipe.policy.batching import Call, Item, at_once, calls, feasible, owners
 
-AHEAD = 2  # micro-batches a replica may hold: one it works on and one that is already there
+AHEAD = 2  # calls a replica may hold: one it works on and one that is already there
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,12 @@ class TrainingSettings:
     span_groups: bool  # training.packing = global
     groups_per_step: int  # U
     replicas: int
-    micro_batch_tokens: int
+    micro_batch_tokens: int  # of each of the peers
     iterations: int
     checkpoint_every_iterations: int = 0  # 0: only at the end
     stop_after_skipped_steps: int = 3
     pipeline_stages: int = 1
+    peers: int = 1  # data-parallel ranks that share a micro-batch: training.ep
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Step:
     """The optimizer step that is being accumulated."""
 
     groups: list[GroupId] = field(default_factory=list)  # whose trajectories were taken in
-    queues: list[list[list[Item]]] = field(default_factory=list)  # of cut micro-batches: one for all in fifo, else one each
+    queues: list[list[Call]] = field(default_factory=list)  # what was cut: one for all in fifo, else one each
     waiting: deque[Item] = field(default_factory=deque)  # fifo with global packing: cut when a replica is free
     held: list[int] = field(default_factory=list)  # TrainMicroBatches on each replica
     closed: bool = False  # no group will join
@@ -217,7 +218,7 @@ class TrainingCoordinator:
         return [Item(group.group, index, tokens) for index, tokens in enumerate(group.tokens)]
 
     def _cut(self, step: Step, items: list[Item]) -> None:
-        """Into balanced shares, one a replica, and micro-batches; by group, unless packing is global.
+        """Into balanced shares, one a replica, and their calls; by group, unless packing is global.
 
         Exact and serial: share r is replica r's, so that owners and packing depend on the trajectories alone.
         """
@@ -226,21 +227,29 @@ class TrainingCoordinator:
         )
         for unit in units:
             for replica, share in enumerate(owners(unit, self.settings.replicas)):
-                queue = step.queues[replica % len(step.queues)]
-                queue += pack(share, self.settings.micro_batch_tokens)
+                step.queues[replica % len(step.queues)] += self._calls(share)
+
+    def _calls(self, share: list[Item]) -> list[Call]:
+        return calls(share, self.settings.micro_batch_tokens, self.settings.pipeline_stages, self.settings.peers)
 
     def _pull(self, step: Step) -> list[TrainingCommand]:
-        """Whoever has room takes the next micro-batch of its queue."""
+        """Whoever has room takes the next call of its queue, and the ones behind it until they fill a pipeline."""
         commands: list[TrainingCommand] = []
         if not any(step.queues):
             return commands
+        full = at_once(self.settings.pipeline_stages)
         for _ in range(AHEAD):
-            for replica in sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r)):
-                queue = step.queues[replica % len(step.queues)]
-                if queue and step.held[replica] < AHEAD:
-                    take = FILL * self.settings.pipeline_stages if self.settings.pipeline_stages > 1 else 1
-                    commands.append(self._call(step, replica, queue[:take]))
-                    del queue[:take]
+            replicas = sorted(range(self.settings.replicas), key=lambda r: (step.held[r], r))
+            taken: dict[int, Call] = {replica: [] for replica in replicas if step.held[replica] < AHEAD}
+            dealt = True
+            while dealt:  # in turn: of a queue for all nobody takes what another could begin with
+                dealt = False
+                for replica, call in taken.items():
+                    queue = step.queues[replica % len(step.queues)]
+                    if queue and len(call) < full:
+                        call.extend(queue.pop(0))
+                        dealt = True
+            commands += [self._call(step, replica, call) for replica, call in taken.items() if call]
         return commands
 
     @property
@@ -256,19 +265,12 @@ class TrainingCoordinator:
         idle = [replica for replica, held in enumerate(step.held) if not held]
         if not idle or not step.waiting:
             return []
-        budget, stages = self.settings.micro_batch_tokens, self.settings.pipeline_stages
-        at_once = FILL * stages if stages > 1 else 1  # micro-batches that a replica runs in one go
-        batch = feasible(step.waiting, budget * at_once * len(idle))
-        commands: list[TrainingCommand] = []
-        for replica, share in zip(idle, owners(batch, len(idle))):
-            if not share:
-                continue
-            cut = pipelined(share, budget, stages)
-            calls = [cut] if stages > 1 else [[micro_batch] for micro_batch in cut]
-            commands += [self._call(step, replica, micro_batches) for micro_batches in calls]
-        return commands
+        budget = self.settings.micro_batch_tokens * self.settings.peers * at_once(self.settings.pipeline_stages)
+        batch = feasible(step.waiting, budget * len(idle))
+        shares = zip(idle, owners(batch, len(idle)))
+        return [self._call(step, replica, call) for replica, share in shares for call in self._calls(share)]
 
-    def _call(self, step: Step, replica: int, micro_batches: list[list[Item]]) -> TrainMicroBatch:
+    def _call(self, step: Step, replica: int, micro_batches: Call) -> TrainMicroBatch:
         """One forward and backward of a replica: one micro-batch, or what a pipeline takes in one schedule."""
         step.held[replica] += 1
         self._micro_batches += 1

@@ -1,12 +1,14 @@
 """Batching: which trajectories share a micro-batch, and which replica trains them?
 
-The unit of training work is the trajectory. `owners` splits trajectories over data-parallel replicas, `pack` cuts a share
-into micro-batches. Both depend on token counts alone, so that the same trajectories always meet in the same micro-batches.
+The unit of training work is the trajectory. `owners` splits trajectories over data-parallel replicas, `calls` cuts a share
+into micro-batches (`pack`, or finer for a pipeline: `pipelined`). All depend on token counts alone, so that the same
+trajectories always meet in the same micro-batches.
 `feasible` is fifo mode's selector (RolloutPipe, section 3.2): which of the complete groups that wait does the trainer take now?
 
 Invariants (tests/property/test_batching.py asserts each):
 - every trajectory lands in exactly one micro-batch;
-- a micro-batch exceeds the budget only if it holds a single trajectory;
+- a micro-batch exceeds the budget only if it holds a single trajectory; where peers share it (`training.ep`), none of them
+  holds more than the budget or the longest trajectory;
 - the heaviest share exceeds the mean by at most the longest trajectory;
 - a feasible batch is whole groups, within the budget or a single group.
 """
@@ -32,6 +34,9 @@ class Item(NamedTuple):
     tokens: int
 
 
+Call = list[list[Item]]  # micro-batches that a replica runs in one go
+
+
 def owners(items: Sequence[Item], replicas: int) -> list[list[Item]]:
     """Longest first onto the replica with the fewest tokens; each share is back in the given order."""
     shares: list[list[tuple[int, Item]]] = [[] for _ in range(replicas)]
@@ -43,16 +48,25 @@ def owners(items: Sequence[Item], replicas: int) -> list[list[Item]]:
     return [[item for _, item in sorted(share)] for share in shares]
 
 
-def pack(items: Sequence[Item], budget_tokens: int) -> list[list[Item]]:
-    """Consecutive micro-batches, each as long as the budget allows."""
+def heaviest(items: Sequence[Item], peers: int) -> int:
+    """Tokens of the longest part where `owners` shares a micro-batch out over its peers."""
+    return max(sum(item.tokens for item in part) for part in owners(items, peers))
+
+
+def pack(items: Sequence[Item], budget_tokens: int, peers: int = 1) -> list[list[Item]]:
+    """Consecutive micro-batches, each as long as the budget allows. Where `peers` share a micro-batch the budget is each one's,
+    and beside a trajectory that exceeds it the others may hold as much."""
     packed: list[list[Item]] = []
-    tokens = 0
+    tokens = longest = 0
     for item in items:
-        if not packed or tokens + item.tokens > budget_tokens:
+        tokens, longest = tokens + item.tokens, max(longest, item.tokens)
+        limit = max(budget_tokens, longest)
+        # a part exceeds the mean by (peers - 1) / peers of the longest, at most: far below the limit nobody need look
+        near = tokens + (peers - 1) * longest > peers * limit
+        if not packed or (near and heaviest([*packed[-1], item], peers) > limit):
             packed.append([])
-            tokens = 0
+            tokens = longest = item.tokens
         packed[-1].append(item)
-        tokens += item.tokens
     return packed
 
 
@@ -70,11 +84,23 @@ def feasible(items: deque[Item], budget_tokens: int) -> list[Item]:
     return taken
 
 
-def pipelined(items: Sequence[Item], budget_tokens: int, stages: int) -> list[list[Item]]:
-    """Micro-batches for one schedule of a pipeline: as `pack` cuts them, or finer where they would be fewer than
-    FILL a stage: with m of them, (stages - 1) / (m + stages - 1) of the time is bubble."""
-    packed = pack(items, budget_tokens)
-    if stages > 1 and len(packed) < FILL * stages:
-        finer = -(-sum(item.tokens for item in items) // (FILL * stages))
-        packed = pack(items, min(budget_tokens, max(finer, *(item.tokens for item in items))))
+def pipelined(items: Sequence[Item], budget_tokens: int, stages: int, peers: int = 1) -> list[list[Item]]:
+    """Micro-batches for one schedule of a pipeline: as `pack` cuts them, or finer where they would be fewer than FILL a stage,
+    down to the longest trajectory. With m of them, (stages - 1) / (m + stages - 1) of the time is bubble."""
+    packed = pack(items, budget_tokens, peers)
+    if packed and stages > 1 and len(packed) < FILL * stages:
+        finer = -(-sum(item.tokens for item in items) // (FILL * stages * peers))
+        packed = pack(items, min(budget_tokens, max(finer, *(item.tokens for item in items))), peers)
     return packed
+
+
+def at_once(stages: int) -> int:
+    """Micro-batches of a call, at least, where there are so many: one, or what fills a pipeline."""
+    return FILL * stages if stages > 1 else 1
+
+
+def calls(items: Sequence[Item], budget_tokens: int, stages: int, peers: int = 1) -> list[Call]:
+    """What a replica runs of its share, in order; in one call of a pipeline less than twice what fills it."""
+    cut = pipelined(items, budget_tokens, stages, peers)
+    count = max(1, len(cut) // at_once(stages)) if cut else 0
+    return [cut[i * len(cut) // count : (i + 1) * len(cut) // count] for i in range(count)]

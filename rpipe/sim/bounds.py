@@ -151,7 +151,7 @@ def _hard(config: Config) -> bool:
 
 def estimated_s(config: Config, trainer: Trainer, costs: TrainerCosts, arrivals: list[tuple[float, int, list[int]]]) -> float:
     """From the request to the last step's end: (t, order, lengths) of each group through a queue of U groups a step."""
-    mode, u, budget = config.pipeline.mode, config.groups_per_step, config.training.micro_batch_tokens * trainer.replicas
+    mode, u, peers = config.pipeline.mode, config.groups_per_step, trainer.replicas * trainer.ep
     queue = sorted(arrivals, key=lambda a: a[:2] if mode == "fifo" else (a[1], a[0]))
     fixed_s, step_s = costs.micro_batch_s([]), costs.step_s()
     free_t = max(t for t, _, _ in queue) if mode == "serial" else 0.0
@@ -164,9 +164,9 @@ def estimated_s(config: Config, trainer: Trainer, costs: TrainerCosts, arrivals:
             while at < end and queue[at][0] <= free_t:
                 taken += queue[at][2]
                 at += 1
-            each = math.ceil(sum(taken) / budget)  # micro-batches of a replica
+            each = math.ceil(sum(taken) / (config.training.micro_batch_tokens * peers))  # micro-batches of a replica
             if costs.pp > 1:
-                each = max(each, min(FILL * costs.pp, math.ceil(len(taken) / trainer.replicas)))
+                each = max(each, min(FILL * costs.pp, math.ceil(len(taken) / peers)))
             calls = math.ceil(each / (FILL * costs.pp)) if costs.pp > 1 else each
             together_s = (costs.micro_batch_s(taken) - fixed_s) / trainer.replicas + each * fixed_s
             ends_s = calls * (costs.pp - 1) * together_s / each

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.job.jobs import config, events, report, train
+from tests.job.jobs import config, events, report, train, weights
 
 
 @pytest.mark.timeout(300)
@@ -25,3 +25,19 @@ def test_a_two_stage_pipeline_trains_every_trajectory_once_with_small_bubbles(tm
     found = report(tmp_path / "run")["iterations"]
     assert [i["steps"] for i in found] == [2, 2]
     assert all(0 < i["pipeline_bubble"] <= 1 / 3 + 1e-9 for i in found), "two stages idle half the time when fed one by one"
+
+
+@pytest.mark.timeout(300)
+def test_a_pipeline_that_is_fed_group_by_group_ends_bit_equal_to_serial_with_small_bubbles(tmp_path):
+    for mode, policy in (("serial", "fifo"), ("exact", "frontier")):
+        tree = config(
+            run={"iterations": 1, "seed": 3},
+            cluster={"rollout_ranks": 1, "training_ranks": 2},
+            pipeline={"mode": mode},
+            training={"pp": 2, "trajectories_per_step": 16, "optimizer": {"learning_rate": 1.0e-3}},
+            admission={"policy": policy},
+        )
+        train(tmp_path / mode, tree)
+    assert weights(tmp_path / "exact") == weights(tmp_path / "serial")
+    found = report(tmp_path / "exact")["iterations"]
+    assert all(0 < i["pipeline_bubble"] <= 1 / 3 + 1e-9 for i in found), "no group of four is one micro-batch"

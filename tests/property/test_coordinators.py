@@ -16,9 +16,9 @@ modes = st.sampled_from(["serial", "fifo", "exact"])
 widths = st.sampled_from([None, 1, 2, 3])
 
 
-def job(draw_choice, mode="fifo", width=2, span=False, replicas=2, drop=False, evaluate=False, reward=None, groups=6):
+def job(draw_choice, mode="fifo", width=2, span=False, replicas=2, drop=False, evaluate=False, reward=None, groups=6, **cut):
     rollout = rollout_settings(admission=admission(width), drop_zero_variance=drop, evaluate=evaluate)
-    training = training_settings(mode=mode, span_groups=span, replicas=replicas)
+    training = training_settings(mode=mode, span_groups=span, replicas=replicas, **cut)
     made = PureJob(rollout, training, groups=groups, samples=4, choose=draw_choice)
     if reward is not None:
         made.reward = reward
@@ -71,10 +71,13 @@ def test_a_step_consumes_exactly_its_groups_and_nothing_crosses_an_iteration(dat
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), widths, st.integers(1, 3))
-def test_exact_mode_accumulates_what_serial_does_in_the_same_order_on_the_same_replicas(data, width, replicas):
-    exact = job(choice(data), "exact", width, replicas=replicas)
-    serial = job(choice(data), "serial", None, replicas=replicas)
+@given(st.data(), widths, st.integers(1, 3), st.integers(1, 3), st.sampled_from([20, 100]), st.integers(1, 2))
+def test_exact_mode_accumulates_what_serial_does_in_the_same_order_on_the_same_replicas(
+    data, width, replicas, pipeline_stages, micro_batch_tokens, peers
+):
+    cut = {"pipeline_stages": pipeline_stages, "micro_batch_tokens": micro_batch_tokens, "peers": peers}
+    exact = job(choice(data), "exact", width, replicas=replicas, **cut)
+    serial = job(choice(data), "serial", None, replicas=replicas, **cut)
     assert exact.accumulation() == serial.accumulation()
 
 

@@ -213,6 +213,43 @@ def test_a_pipeline_gets_what_is_ready_in_one_call_cut_so_that_it_fills():
     assert call.slices == (e.Slice(1, (0, 1)), e.Slice(2, (0, 1))) and call.cuts == (1, 1, 1, 1), "coalesced"
 
 
+def calls_of(commands):
+    return [c for c in commands if isinstance(c, e.TrainMicroBatch)]
+
+
+@pytest.mark.parametrize("mode", ["exact", "fifo"])
+def test_a_pipeline_that_is_fed_group_by_group_gets_each_cut_so_that_it_fills(mode):
+    coordinator = ready(mode=mode, groups_per_step=3, replicas=1, pipeline_stages=2)
+    (first,) = calls_of(coordinator.on(arrived(0, tokens=(10, 10, 10, 10))))
+    assert first.cuts == (1, 1, 1, 1), "of 100 tokens one micro-batch would hold them all, and one stage would idle"
+    (second,) = calls_of(coordinator.on(arrived(1, tokens=(10, 90, 20, 30))))
+    assert second.cuts == (1, 1, 2), "no finer than the longest"
+
+
+def test_a_serial_pipeline_runs_small_groups_in_one_call_cut_as_exact_cuts_them():
+    coordinator = ready(mode="serial", replicas=1, pipeline_stages=2)
+    coordinator.on(arrived(0))
+    coordinator.on(arrived(1))
+    (call,) = calls_of(coordinator.on(e.RolloutEnded(t=2.0, iteration=0, version=0, groups_sent=2, groups_dropped=0)))
+    assert call.slices == (e.Slice(0, (0, 1)), e.Slice(1, (0, 1))) and call.cuts == (1, 1, 1, 1)
+
+
+def test_two_pipelines_deal_a_group_between_them():
+    coordinator = ready(mode="fifo", pipeline_stages=2)
+    found = calls_of(coordinator.on(arrived(0, tokens=(10,) * 6)))
+    assert [(c.replica, c.slices, c.cuts) for c in found] == [
+        (0, (e.Slice(0, (0, 2, 4)),), (1, 1, 1)),
+        (1, (e.Slice(0, (1, 3, 5)),), (1, 1, 1)),
+    ]
+
+
+@pytest.mark.parametrize("span", [False, True])
+def test_no_peer_gets_more_of_a_micro_batch_than_was_planned(span):
+    coordinator = ready(mode="fifo", span_groups=span, groups_per_step=1, replicas=1, micro_batch_tokens=16_384, peers=8)
+    found = calls_of(coordinator.on(arrived(0, tokens=(14_000,) * 9)))
+    assert [len(c.slices[0].samples) for c in found] == [8, 1], "one peer would get two of nine"
+
+
 def test_a_pulling_replica_holds_at_most_two_micro_batches():
     coordinator = ready(mode="fifo", replicas=1, micro_batch_tokens=10)
     first = coordinator.on(arrived(0, tokens=(10, 10, 10, 10)))
