@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rpipe.sim.observe import OUTLIER, FitError, Seen, Span, Timeline, joined
 
 Array = NDArray[np.float64]
+REFINED = 2  # times: which micro-batch of a call takes longest follows from its tokens first, then from what was found
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +37,12 @@ def fit_trainer(attempts: Sequence[Seen], sharing: bool) -> TrainerFit:
     steps = [(span, busy) for seen, busy in zip(attempts, rolling) for span in seen.steps]
     if len(spans) < 3 or not steps:
         raise FitError(f"{len(spans)} micro-batches and {len(steps)} optimizer steps; wanted: at least 3 and 1")
-    matrix = np.array([_call(b.micro_batches, seen.stages) for seen in attempts for b in seen.batches])
     taken_s = np.array([end - start for (start, end), _ in spans])
 
-    def solve(speed: float) -> tuple[Array, float]:
+    def amounts(costs: Sequence[float]) -> Array:
+        return np.array([_call(b.micro_batches, seen.stages, costs) for seen in attempts for b in seen.batches])
+
+    def solve(speed: float, matrix: Array) -> tuple[Array, float]:
         """Costs, and the error in seconds as they were seen, not as they would have been alone."""
         slower = taken_s / np.array([work_s(span, busy, speed) for span, busy in spans])
         rows = matrix * slower[:, None]
@@ -54,16 +57,19 @@ def fit_trainer(attempts: Sequence[Seen], sharing: bool) -> TrainerFit:
         return found, float(np.sqrt(np.mean(left**2) / np.mean(taken_s)))
 
     shares = sharing and any(busy.at(span[0]) or busy.at(span[1]) for span, busy in spans)
-    speed = min((0.3 + 0.02 * i for i in range(36)), key=lambda s: solve(s)[1]) if shares else 1.0
-    found, error = solve(speed)
+    matrix = amounts((0.0, 0.0, 1.0))
+    speed = min((0.3 + 0.02 * i for i in range(36)), key=lambda s: solve(s, matrix)[1]) if shares else 1.0
+    found, error = solve(speed, matrix)
+    for _ in range(REFINED if any(seen.stages > 1 for seen in attempts) else 0):
+        found, error = solve(speed, amounts(found.tolist()))
     step_s = statistics.median(work_s(span, busy, speed) for span, busy in steps)
     return TrainerFit(float(found[0]), float(found[1]), float(found[2]), step_s, speed, error)
 
 
-def _call(micro_batches: list[list[int]], stages: int) -> list[float]:
+def _call(micro_batches: list[list[int]], stages: int, costs: Sequence[float]) -> list[float]:
     """What a call's time is linear in, as sim.costs.call_s: the longest micro-batch once more for every further stage."""
     each = [[1.0, float(len(lengths)), float(sum(lengths))] for lengths in micro_batches]
-    longest = max(each, key=lambda amounts: amounts[2])
+    longest = max(each, key=lambda amounts: sum(amount * cost for amount, cost in zip(amounts, costs)))
     return [(sum(amounts) + (stages - 1) * most) / stages for *amounts, most in zip(*each, longest)]
 
 
