@@ -54,7 +54,8 @@ class RewardPool:
         self._queue: deque[Call] = deque()
         self._workers: set[Worker] = set()  # ready for calls
         self._alive: set[Worker] = set()  # every process that has not been reaped
-        self._starting: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()  # of workers in place of others
+        self._spawning: set[asyncio.Task[None]] = set()  # never cancelled
         self._sent = 0
         self._scheduled = False
         self._failure: RewardError | None = None
@@ -64,13 +65,17 @@ class RewardPool:
     async def start(self, functions: Mapping[str, str] | None = None) -> None:
         """Start the workers and load `functions` in each: name -> the key or line that asks for it (`PromptSet.rewards`).
 
-        Raises RewardError naming that key where one does not load.
+        Raises RewardError naming that key where one does not load. Closed where it fails or is cancelled.
         """
         self._functions = dict(functions or {})
-        results = await asyncio.gather(*(self._launch() for _ in range(self._settings.workers)), return_exceptions=True)
-        for failed in (r for r in results if isinstance(r, BaseException)):
+        launches = (self._launch() for _ in range(self._settings.workers))
+        try:
+            results = await asyncio.gather(*launches, return_exceptions=True)
+            for failed in (r for r in results if isinstance(r, BaseException)):
+                raise failed
+        except BaseException:
             await self.close()
-            raise failed
+            raise
 
     async def score(self, prompt: Prompt, response_text: str, response_tokens: int, texts: Sequence[str] = ()) -> Score:
         """Score one response, of several turns the last, by its prompt's function; `texts` (turn, answer, turn, ...) is in its
@@ -115,7 +120,7 @@ class RewardPool:
         for worker in tuple(self._alive):
             worker.kill()
         end = time.monotonic() + STOP_S
-        while (self._alive or self._starting) and time.monotonic() < end:
+        while (self._alive or self._starting or self._spawning) and time.monotonic() < end:
             await asyncio.sleep(0.005)
         self._log.close()
 
@@ -160,14 +165,10 @@ class RewardPool:
     async def _launch(self) -> None:
         """One worker more. Raises RewardError."""
         worker = Worker(self)
-        await asyncio.get_running_loop().subprocess_exec(
-            lambda: worker,
-            *(sys.executable, "-m", "rpipe.rollout.reward_worker"),
-            stderr=self._log,
-            env=child_environment(),
-            start_new_session=True,
-        )
-        self._alive.add(worker)
+        spawning = asyncio.get_running_loop().create_task(self._spawn(worker))
+        self._spawning.add(spawning)
+        spawning.add_done_callback(self._spawning.discard)
+        await asyncio.shield(spawning)
         hello = {"functions": list(self._functions), "memory_bytes": self._settings.memory_bytes, "seed": self._seed}
         worker.write(json.dumps(hello).encode() + b"\n")
         try:
@@ -184,6 +185,20 @@ class RewardPool:
         self.isolation = answer["isolation"]
         self._workers.add(worker)
         self._dispatch_soon()
+
+    async def _spawn(self, worker: Worker) -> None:
+        """To its end, once begun. Cancelled half-way, asyncio kills the process itself but not what that has started, and then
+        waits, without a bound, for them to let go of its pipe."""
+        await asyncio.get_running_loop().subprocess_exec(
+            lambda: worker,
+            *(sys.executable, "-m", "rpipe.rollout.reward_worker"),
+            stderr=self._log,
+            env=child_environment(),
+            start_new_session=True,
+        )
+        self._alive.add(worker)
+        if self._failure:  # closed meanwhile
+            worker.kill()
 
     async def _replace(self) -> None:
         self.replaced += 1

@@ -331,6 +331,58 @@ def test_close_ends_workers_that_are_just_being_replaced():
     assert children() == []
 
 
+def interpreter(folder, script):
+    """In the workers' place; it is called as they are, so that `children` finds it."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def cancelled(pool, start):
+    """Cancels a start that `start(pool, task)` brings half-way; the processes that there were by then."""
+
+    async def main():
+        task = asyncio.ensure_future(pool.start())
+        await start(pool, task)
+        assert not task.done()
+        there = children()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not any(Path(f"/proc/{pid}").exists() for pid in there)  # killed, and reaped
+        assert children() == []
+        return there
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_start_that_is_cancelled_ends_the_workers_that_are_up_and_those_that_are_not(monkeypatch, tmp_path):
+    first = f'if mkdir {tmp_path}/first 2>/dev/null; then exec {sys.executable} "$@"; fi; while :; do sleep 1; done'
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, first))
+
+    async def one_is_up(pool, task):
+        while not pool.isolation:
+            await asyncio.sleep(0.005)
+
+    assert len(cancelled(RewardPool(config.Reward(workers=3), 0), one_is_up)) == 3
+
+
+@pytest.mark.parametrize("turns", range(1, 9))
+def test_a_start_that_is_cancelled_while_processes_are_made_waits_for_no_pipe(monkeypatch, tmp_path, turns):
+    """`turns` of the loop after its begin, by when each process has started another, which holds the worker's pipe."""
+    mark = f"{300 + turns}.{os.getpid()}"
+    monkeypatch.setattr(sys, "executable", interpreter(tmp_path, f"sleep {mark} & wait"))
+
+    async def some_turns(pool, task):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        time.sleep(0.1)  # processes go on, the loop does not
+
+    cancelled(RewardPool(config.Reward(workers=2), 0), some_turns)
+    assert gone_within(2, running(mark))
+
+
 def test_workers_end_when_their_parent_is_killed():
     code = (
         "import asyncio\n"
@@ -378,10 +430,7 @@ def test_a_function_that_does_not_load_is_one_line_at_the_start_naming_the_key(n
 
 
 def broken_interpreter(folder):
-    script = folder / "python"
-    script.write_text("#!/bin/sh\necho first; echo no such library >&2; exit 7\n")
-    script.chmod(0o755)
-    return str(script)
+    return interpreter(folder, "echo first; echo no such library >&2; exit 7")
 
 
 def test_a_worker_that_cannot_start_is_one_line(monkeypatch, tmp_path):
