@@ -178,11 +178,22 @@ class Tensors(Mapping[str, "torch.Tensor"]):
 
 def write_folder(folder: Path, source: Path, buckets: Iterable[list[tuple[str, torch.Tensor]]], dtype: str) -> None:
     """A folder that transformers loads: the weights (a file a bucket), `source`'s config and tokenizer. Complete or absent."""
-    from safetensors.torch import save_file
-
     new = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
+    try:
+        _fill(new, source, buckets, dtype)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)  # on a full disk it is a model's room that the next checkpoint wants
+        raise
+    if folder.exists():
+        shutil.rmtree(folder)
+    new.rename(folder)
+
+
+def _fill(new: Path, source: Path, buckets: Iterable[list[tuple[str, torch.Tensor]]], dtype: str) -> None:
+    from safetensors.torch import save_file
+
     names: list[list[str]] = []
     size = 0
     for bucket in buckets:
@@ -205,6 +216,3 @@ def write_folder(folder: Path, source: Path, buckets: Iterable[list[tuple[str, t
     config = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
     (new / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2))
-    if folder.exists():
-        shutil.rmtree(folder)
-    new.rename(folder)

@@ -82,14 +82,15 @@ class Snapshots:
     def _write(self, folder: Path, buckets: queue.Queue[Bucket | None]) -> None:
         from rpipe.training.hf import write_folder
 
+        coming = _until_none(buckets)
         try:
-            write_folder(folder, self._source, _until_none(buckets), self._dtype)
+            write_folder(folder, self._source, coming, self._dtype)
             self._written.append(folder)
             while len(self._written) > KEPT:
                 shutil.rmtree(self._written.pop(0), ignore_errors=True)
         except Exception as error:  # the run needs it only where an engine is lost
             print(f"warning: {folder}: not written, so an engine lost now ends the run: {error}", file=sys.stderr, flush=True)
-            for _ in _until_none(buckets):
+            for _ in coming:  # if any: it may have failed behind the last one
                 pass
 
 

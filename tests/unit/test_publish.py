@@ -163,6 +163,26 @@ def test_the_newest_two_versions_are_on_disk_whole_and_fingerprints_tell_them_ap
     assert not list(tmp_path.glob("version-*")), "a run that is over needs none"
 
 
+def test_a_snapshot_that_cannot_be_written_leaves_nothing_and_the_next_is(tmp_path, capfd):
+    import torch
+
+    from rpipe.training.snapshot import Snapshots
+
+    model = tmp_path / "model"  # its config is written last, behind all weights
+    snapshots = Snapshots(lambda version: tmp_path / f"version-{version}", model, "float32", 30.0)
+    for version in (3, 4):
+        snapshots.begin(version)
+        snapshots.add([("a", torch.ones(3))])
+        snapshots.end()
+        snapshots.wait()
+        if version == 3:
+            assert list(tmp_path.iterdir()) == [], "no half of it"
+            assert "version-3: not written" in capfd.readouterr().err
+            model.mkdir()
+            (model / "config.json").write_text("{}")
+    assert load_file(tmp_path / "version-4" / "model.safetensors")["a"].tolist() == [1.0] * 3
+
+
 def test_what_an_engine_starts_from_stays_though_the_trainer_moves_on(tmp_path):
     for version in (2, 3):
         (tmp_path / f"version-00000{version}").mkdir()
