@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ import time
 from pathlib import Path
 
 from rpipe import config as configuration
-from rpipe.config import Config
+from rpipe.config import Config, Limits
 from rpipe.core.eventlog import EventLog
 from rpipe.runtime import allocation, binding, network
 from rpipe.runtime import device as devices
@@ -54,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to tell
     try:
         config = configuration.load(run_dir.config)
+        # A peer that stops from now on would be waited for inside MPI. Wound up again by the mailbox.
+        faulthandler.dump_traceback_later(stuck_s(config.limits), exit=True)
         world = worlds.join(config.cluster.rollout_ranks, config.cluster.training_ranks, config.limits.start_s, stop)
         rank, dump = world.rank, HangDump(run_dir, world)
         network.settle(network.choose(config.cluster.interface, world.host, world.hosts))
@@ -70,14 +73,18 @@ def main(argv: list[str] | None = None) -> int:
         raise  # mpi4py's runner aborts the whole job
 
 
+def stuck_s(limits: Limits) -> float:
+    """How long a rank may be in one call: more than any wait that ends by itself."""
+    return max(limits.message_s, limits.start_s) + limits.collective_s
+
+
 def run(config: Config, world: World, run_dir: RunDir) -> int:
     """This rank's role, from the first message to the last barrier."""
     from rpipe.rollout import setup as rollout
     from rpipe.training import setup as training
 
     limits = config.limits
-    stuck_s = max(limits.message_s, limits.start_s) + limits.collective_s  # more than any wait that ends by itself
-    mailbox = Mailbox(world.comm, heartbeat_peers(config, world), limits.heartbeat_s, limits.start_s, stuck_s)
+    mailbox = Mailbox(world.comm, heartbeat_peers(config, world), limits.heartbeat_s, limits.start_s, stuck_s(limits))
     with EventLog(run_dir.events, world.rank) as log:
         about = {"role": world.role, "host": world.host, "attempt": run_dir.attempt, "pid": os.getpid()}
         log.note(world.clock(), "JobStarted", **about, unix_s=time.time())  # places attempts on one calendar

@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rpipe.runtime.channel import ChannelError
 from rpipe.runtime.hangs import ended_a_wait
+from tests.job.jobs import config, environment
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
@@ -32,6 +34,13 @@ try:
     (hangs if sys.argv[2] == "asked" else gives_up)()
 except TimeoutError as error:
     dump.ask(error)
+"""
+STARTS = """
+import sys
+from mpi4py import MPI
+from rpipe import train
+train.worlds.join = lambda *_: MPI.COMM_WORLD.recv(source=0, tag=9)  # nobody sends that
+train.main(sys.argv[1:])
 """
 
 
@@ -70,3 +79,14 @@ def test_stacks_come_with_what_the_rank_waits_for(tmp_path, how):
     finally:
         rank.kill()
         rank.wait()
+
+
+def test_a_rank_whose_peer_stops_while_the_world_is_made_ends_itself_and_leaves_its_stacks(tmp_path):
+    tree = config(limits={"start_s": 1, "message_s": 1, "heartbeat_s": 0.2, "collective_s": 1})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = subprocess.run(
+        [sys.executable, "-c", STARTS, str(tmp_path), "--attempt", "1"], env=environment(), cwd=ROOT, capture_output=True,
+        text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "Timeout (0:00:02)!" in done.stderr and " in main\n" in done.stderr
