@@ -449,6 +449,7 @@ class RolloutDriver:
         started_t = self._world.clock()
         texts = held.read(sample, self._data.decode)
         said = await self._rewards.answer(self.config.environment_function, held.prompt, texts)
+        held.failed |= bool(said.error)
         ids = self._data.encode(said.text) if said.text else []
         if ids:
             held.answered(sample, ids)
@@ -473,7 +474,8 @@ class RolloutDriver:
         score = await self._rewards.score(held.prompt, texts[-1], len(response.output_ids), texts)
         held.rewards[trajectory.sample], held.errors[trajectory.sample] = score.reward, score.error
         held.scored += 1
-        if held.scored == len(held.trajectories) and trajectory.group >= 0:
+        held.failed |= bool(score.error)
+        if held.scored == len(held.trajectories) and trajectory.group >= 0 and not held.failed:
             self._kept.add(held.kept(trajectory.group))
         self._inbox.append(
             TrajectoryScored(

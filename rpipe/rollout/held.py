@@ -51,6 +51,7 @@ class HeldGroup:
         self.errors = [""] * count
         self.rewards = [0.0] * count
         self.scored = 0  # trajectories
+        self.failed = False  # a reward function or an environment did: it may be mended for a later attempt
         self.restored = False  # an interrupted attempt had finished it
         # More than one where an engine was lost or the environment spoke.
         self._parts: list[list[Part]] = [[] for _ in range(count)]
@@ -100,7 +101,6 @@ class HeldGroup:
         for sample in range(len(kept.trajectories)):
             held.read(sample, decode)
         held.engines = [t.engine for t in kept.trajectories]
-        held.errors = [t.error for t in kept.trajectories]
         held.rewards = [t.reward for t in kept.trajectories]
         held.scored, held.restored = len(kept.trajectories), True
         return held
@@ -141,7 +141,6 @@ class HeldGroup:
                     finish=t.finish,
                     engine=self.engines[sample],
                     reward=self.rewards[sample],
-                    error=self.errors[sample],
                 )
                 for sample, t in samples
             ),

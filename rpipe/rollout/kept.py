@@ -1,9 +1,10 @@
 """Which groups did an interrupted attempt finish, so that they need not be generated again?
 
 `RUN_DIR/iteration-groups/iteration-000003`: a head that says under which weights and settings, then each group of iteration 3
-when all its trajectories are scored. An attempt that rolls the iteration out again takes over those that were sampled under
-the very weights it holds (the head has their fingerprint) and appends the rest. What has another fingerprint, other settings
-or another prompt is not taken. Files go once no checkpoint is left from which their iteration would be trained.
+when all its trajectories are scored, if no function failed on it: its 0 would outlive the mistake. An attempt that rolls the
+iteration out again takes over those that were sampled under the very weights it holds (the head has their fingerprint) and
+appends the rest. What has another fingerprint, other settings or another prompt is not taken. Files go once no checkpoint is
+left from which their iteration would be trained.
 
 Record: length and CRC-32 of the body, 4 bytes each, little-endian; then the body in msgpack. A torn or damaged tail is cut
 off. Nothing waits for the disk: a killed job loses nothing that was written, a host that loses power may lose the last
@@ -49,7 +50,6 @@ class KeptTrajectory(msgspec.Struct, frozen=True):
     finish: str
     engine: int
     reward: float
-    error: str
 
 
 class KeptGroup(msgspec.Struct, frozen=True):
@@ -88,6 +88,7 @@ class KeptGroups:
             "seed": config.run.seed,
             "data": config.data.model_dump(mode="json"),
             "rollout": config.rollout.model_dump(mode="json"),
+            "reward": config.reward.model_dump(mode="json", exclude={"workers", "shuffle"}),  # these change no score
         }
         self._settings = msgspec.json.encode(sections).decode()
         self._file: BinaryIO | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +12,20 @@ from rpipe.config import Config, parse
 from rpipe.rollout.kept import KeptGroup, KeptGroups, KeptTrajectory
 
 
-def config(**rollout: object) -> Config:
-    return parse({"model": {"make": {}}, "data": {"train": {"kind": "sums"}}, "rollout": rollout}, "test")
+def config(**sections: dict[str, Any]) -> Config:
+    return parse({"model": {"make": {}}, "data": {"train": {"kind": "sums"}}, **sections}, "test")
 
 
 def group(number: int) -> KeptGroup:
     def trajectory(n: int) -> KeptTrajectory:
         ids, logprobs = np.arange(n, dtype=np.int32), np.linspace(-1, 0, n, dtype=np.float32)
-        return KeptTrajectory(ids.tobytes(), logprobs.tobytes(), ((0, n, 3),), "stop", 1, 0.5, "")
+        return KeptTrajectory(ids.tobytes(), logprobs.tobytes(), ((0, n, 3),), "stop", 1, 0.5)
 
     return KeptGroup(number, np.array([7, 8], np.int32).tobytes(), tuple(trajectory(n) for n in (3, 5)))
 
 
-def kept(folder: Path, checkpoints: tuple[str, ...] = (), **rollout: object) -> KeptGroups:
-    return KeptGroups(folder, config(**rollout), lambda: [Path(name) for name in checkpoints])
+def kept(folder: Path, checkpoints: tuple[str, ...] = (), **sections: dict[str, Any]) -> KeptGroups:
+    return KeptGroups(folder, config(**sections), lambda: [Path(name) for name in checkpoints])
 
 
 def written(folder: Path, *numbers: int, iteration: int = 3) -> Path:
@@ -61,15 +62,23 @@ def test_an_attempt_that_lost_the_run_and_writes_on_spoils_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["iteration-000003"]
 
 
-@pytest.mark.parametrize("stale", ["fingerprint", "version", "settings"])
+OTHER: dict[str, dict[str, Any]] = {"rollout": {"temperature": 0.5}, "reward": {"deadline_s": 60.0}}
+
+
+@pytest.mark.parametrize("stale", ["fingerprint", "version", *OTHER])
 def test_what_was_sampled_otherwise_is_not_taken_and_goes(tmp_path, stale):
     written(tmp_path, 24)
-    store = kept(tmp_path, temperature=0.5) if stale == "settings" else kept(tmp_path)
+    store = kept(tmp_path, **({stale: OTHER[stale]} if stale in OTHER else {}))
     found = store.begin(3, 2 if stale == "version" else 3, "others" if stale == "fingerprint" else "these")
     assert found == {}
     store.add(group(25))
     store.close()
     assert kept(tmp_path).begin(3, 3, "these") == {}
+
+
+def test_what_is_scored_alike_by_more_workers_is_taken(tmp_path):
+    written(tmp_path, 24)
+    assert sorted(kept(tmp_path, reward={"workers": 7}).begin(3, 3, "these")) == [24]
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
