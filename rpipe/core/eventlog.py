@@ -31,7 +31,8 @@ class LogError(OSError):
 
 
 class EventLog:
-    """Appends one rank's records; flushed once per event, so a killed job loses at most a line. Raises LogError."""
+    """Appends one rank's records. An event is written out at once, commands by `flush` before they are performed: what a
+    killed process did is in its log. Raises LogError."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -52,14 +53,15 @@ class EventLog:
         """One that a coordinator is about to see. Its own `t` is the record's, written once."""
         fields = msgspec.to_builtins(event)
         self._write(fields.pop("t"), "event", _encoder.encode(fields))
-        self._flush()
+        self.flush()
 
     def command(self, t: float, command: Command) -> None:
+        """One of those that the last event caused; `flush` after the last of them."""
         self._write(t, "command", _encoder.encode(command))
 
     def note(self, t: float, kind: str, **fields: Any) -> None:
         self._write(t, "note", _encoder.encode({"kind": kind, **fields}))
-        self._flush()
+        self.flush()
 
     def close(self) -> None:
         try:
@@ -67,7 +69,7 @@ class EventLog:
         except OSError as error:
             raise self._error(error) from None
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         try:
             self._file.flush()
         except OSError as error:

@@ -220,6 +220,9 @@ class RolloutDriver:
         commands = self.coordinator.on(event)
         for command in commands:
             self._log.command(event.t, command)
+        if commands:
+            self._log.flush()
+        for command in commands:
             self._watch.saw(event.t, command)
             self._perform(command)
         if isinstance(event, WeightsOffered):

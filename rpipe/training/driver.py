@@ -128,8 +128,12 @@ class TrainingDriver:
         self._last_t = max(event.t, self._last_t)
         event = msgspec.structs.replace(event, t=self._last_t)
         self._log.event(event)
-        for command in self.coordinator.on(event):
+        commands = self.coordinator.on(event)
+        for command in commands:
             self._log.command(event.t, command)
+        if commands:
+            self._log.flush()
+        for command in commands:
             self._perform(command)
 
     # ---- messages in

@@ -102,6 +102,8 @@ def write_s(histories: list[History]) -> float:
                     log.event(event)
                     for command in commands:
                         log.command(event.t, msgspec.structs.replace(command))
+                    if commands:
+                        log.flush()
         return time.process_time() - began
 
 
