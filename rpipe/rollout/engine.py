@@ -108,8 +108,8 @@ class Engine(Protocol):
 
     async def load(self) -> EngineLoad: ...
 
-    async def healthy(self) -> bool:
-        """Whether it can generate now."""
+    async def healthy(self, bound_s: float) -> bool:
+        """Whether it can generate now; False where it does not say so within `bound_s`."""
         ...
 
     async def join_update_group(self, address: str, port: int, world_size: int, backend: str, name: str) -> None:

@@ -295,7 +295,7 @@ class ScriptedEngine:
     def death(self) -> str | None:
         return self._dead or None
 
-    async def healthy(self) -> bool:
+    async def healthy(self, bound_s: float) -> bool:
         return not self._dead and not self._silent
 
     # ---- weights and memory -----------------------------------------------------------------------------------------

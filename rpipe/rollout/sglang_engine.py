@@ -293,12 +293,12 @@ class SglangEngine:
             kv_tokens_capacity=sum(c["max_total_num_tokens"] for c in core),
         )
 
-    async def healthy(self) -> bool:
+    async def healthy(self, bound_s: float) -> bool:
         """Whether it generates a token now; while paused, whether the server answers."""
         if self.server.death() is not None:
             return False
         with contextlib.suppress(EngineError):
-            await self._http.call("GET", "/health" if self._paused else "/health_generate", None)
+            await self._http.call("GET", "/health" if self._paused else "/health_generate", None, bound_s)
             return True
         return False
 

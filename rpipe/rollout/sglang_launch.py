@@ -7,6 +7,7 @@ argument or replaces a default below; what the engine itself must decide is refu
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,6 +98,7 @@ def server_environment(config: Config, devices: tuple[int, ...] | None, inherite
     extra = {
         "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",  # a rank's event loop may be busy for longer than the usual 5 s
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health tells the state at once; /health_generate makes a token
+        "SGLANG_HEALTH_CHECK_TIMEOUT": str(math.ceil(config.engine.stall_deadline_s)),  # for that token; by itself 20 s
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -222,20 +222,20 @@ class EngineOwner:
                         f"engine {self.index}: no token of any of {len(self._turns)} requests for {limit_s:g} s"
                         f" (engine.stall_deadline_s); see {self.engine.log_path}"
                     )
-            elif silent_s > limit_s / 2 and not self._publishing:
-                await self._ask(limit_s)
+            elif silent_s > limit_s / 4 and not self._publishing:
+                await self._ask(limit_s, silent_s)
 
-    async def _ask(self, limit_s: float) -> None:
-        """An idle engine that is silent is lost, too."""
-        try:
-            healthy = await asyncio.wait_for(self.engine.healthy(), limit_s)
-        except asyncio.TimeoutError:
-            healthy = False
-        if not healthy:
+    async def _ask(self, limit_s: float, silent_s: float) -> None:
+        """An idle engine that stays silent is lost, too, `limit_s` after its last sign."""
+        # At least: this process itself may have been held up, and its engine never asked.
+        if await self.engine.healthy(max(limit_s - silent_s, limit_s / 4)):
+            self._sign_t = self._clock()
+        elif not self._turns and not self._publishing:  # else these tell
+            silent_s = self._clock() - self._sign_t
             raise EngineGone(
-                f"engine {self.index}: not healthy within {limit_s:g} s (engine.stall_deadline_s); see {self.engine.log_path}"
+                f"engine {self.index}: idle, silent for {silent_s:.0f} s and not healthy"
+                f" (engine.stall_deadline_s = {limit_s:g}); see {self.engine.log_path}"
             )
-        self._sign_t = self._clock()
 
     def _lose(self, reason: str) -> None:
         """Say it once, with what there is of its responses, and end what is left of it."""

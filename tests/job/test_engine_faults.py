@@ -175,7 +175,7 @@ def test_a_killed_engine_is_restarted_from_the_snapshot_and_its_responses_go_on(
 
 def test_a_stopped_engine_is_noticed_by_its_silence(struck):
     lost = next(e for e in events(struck, 0, "EngineLost") if e["engine"] == 0)
-    assert "within 15 s" in lost["reason"] or "for 15 s" in lost["reason"] or "take the weights" in lost["reason"], lost
+    assert "not healthy" in lost["reason"] or "for 15 s" in lost["reason"] or "take the weights" in lost["reason"], lost
     _came_back(struck, lost)
 
 

@@ -307,7 +307,7 @@ def test_pause_stops_tokens_and_resume_goes_on_to_the_same_response(fresh: Serve
         await fresh.engine.pause()
         await asyncio.sleep(1.0)  # what was on its way arrives
         at = len(ids(got))
-        assert await fresh.engine.healthy()
+        assert await fresh.engine.healthy(60.0)
         late = asyncio.create_task(collect(fresh.engine, request("late", prompt, 5)))
         await asyncio.sleep(0.1)
         await fresh.engine.abort("c")
@@ -457,7 +457,7 @@ def test_two_tp_ranks_say_the_same_and_a_killed_scheduler_fails_requests_quickly
             return time.monotonic() - began
 
         assert served(killed_while_running()) < 30
-        assert not served(served.engine.healthy())
+        assert not served(served.engine.healthy(60.0))
         with pytest.raises(EngineError):
             served(collect(served.engine, request("after", prompt, 5)))
     finally:

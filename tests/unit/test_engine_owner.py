@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from rpipe.config import parse
 from rpipe.core.events import SendTurn
 from rpipe.core.types import TrajectoryId
-from rpipe.rollout.engine import EngineError, EngineLoad, TurnRequest
+from rpipe.rollout.engine import Chunk, EngineError, EngineLoad, TurnRequest
 from rpipe.rollout.scripted_engine import ScriptedEngine
 from rpipe.rollout.worker import EngineOwner
 from rpipe.runtime import messages as m
@@ -21,14 +22,13 @@ from rpipe.runtime import messages as m
 MAX_NEW_TOKENS = 400
 
 
-def owner(tmp_path: Path, engine: ScriptedEngine, stall_s: float = 3.0) -> tuple[EngineOwner, list[Any]]:
+def owner(tmp_path: Path, engine: Any, stall_s: float = 3.0, clock: Any = None) -> tuple[EngineOwner, list[Any]]:
     tree = {
         "model": {"make": {}},
         "data": {"train": {"kind": "sums"}},
         "engine": {"kind": "scripted", "stall_deadline_s": stall_s, "start_deadline_s": 2.0},
     }
-    clock = asyncio.get_running_loop().time
-    made = EngineOwner(engine, 0, parse(tree, "test"), clock, tmp_path)
+    made = EngineOwner(engine, 0, parse(tree, "test"), clock or asyncio.get_running_loop().time, tmp_path)
     said: list[Any] = []
     made.reply = said.append  # type: ignore[method-assign]
     made.start()
@@ -158,26 +158,83 @@ def test_a_newer_restart_replaces_one_that_still_waits(tmp_path):
     asyncio.run(work())
 
 
+class Stands:
+    """Is up, and that is all."""
+
+    log_path = "x.log"
+    death = staticmethod(lambda: None)
+
+    async def start(self, folder: Any = None, version: int = 0) -> None:
+        pass
+
+    async def stop(self) -> None:
+        pass
+
+    async def load(self) -> EngineLoad:
+        return EngineLoad(0, 0, 0, 1000)
+
+
+def test_an_idle_engine_has_until_the_stall_deadline_to_answer(tmp_path):
+    """Seconds of a clock that stands still between the looks."""
+    clock = SimpleNamespace(t=0.0)
+    bounds = []
+
+    class Asked(Stands):
+        async def healthy(self, bound_s: float) -> bool:
+            bounds.append(bound_s)
+            return len(bounds) == 1
+
+    async def work() -> None:
+        made, said = owner(tmp_path, Asked(), stall_s=120.0, clock=lambda: clock.t)
+        await until(said, m.EngineUp)
+        clock.t = 40.0
+        while not bounds:
+            await asyncio.sleep(0.01)
+        clock.t = 1000.0  # the owner was held up: it has asked nothing since the last sign
+        down = await until(said, m.EngineDown)
+        assert bounds == [80.0, 30.0]
+        assert "idle, silent for 960 s and not healthy (engine.stall_deadline_s = 120)" in down.event.reason
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_a_question_without_answer_loses_no_engine_that_has_a_turn_by_then(tmp_path):
+    clock = SimpleNamespace(t=0.0)
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    class Busy(Stands):
+        async def healthy(self, bound_s: float) -> bool:
+            asked.set()
+            await answers.wait()
+            return False
+
+        async def generate(self, request: TurnRequest) -> AsyncIterator[Any]:
+            answers.set()
+            await asyncio.sleep(1.0)  # several looks
+            yield Chunk((7,), (-0.5,), 0, "stop")
+
+    async def work() -> None:
+        made, said = owner(tmp_path, Busy(), stall_s=120.0, clock=lambda: clock.t)
+        await until(said, m.EngineUp)
+        clock.t = 40.0
+        await asyncio.wait_for(asked.wait(), 20)
+        made.handle(turn(0))
+        await until(said, m.TurnDone)
+        assert not [x for x in said if isinstance(x, m.EngineDown)]
+        await made.close()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+
+
 def test_what_no_restart_mends_ends_the_run(tmp_path):
-    class Refuses:
-        log_path = "x.log"
-        death = staticmethod(lambda: None)
-
-        async def start(self, folder: Any = None, version: int = 0) -> None:
-            pass
-
-        async def stop(self) -> None:
-            pass
-
-        async def load(self) -> EngineLoad:
-            return EngineLoad(0, 0, 0, 1000)
-
+    class Refuses(Stands):
         async def generate(self, request: TurnRequest) -> AsyncIterator[Any]:
             raise EngineError("the logits were NaN")
             yield
 
     async def work() -> None:
-        made, said = owner(tmp_path, Refuses())  # type: ignore[arg-type]
+        made, said = owner(tmp_path, Refuses())
         await until(said, m.EngineUp)
         made.handle(turn(0))
         assert "NaN" in (await until(said, m.EngineFailed)).reason

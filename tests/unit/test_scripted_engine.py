@@ -215,14 +215,14 @@ def test_a_dead_engine_fails_every_request_and_starts_again():
         e = engine(clock, {"a": 1000}, fail_after_s=3.0)
         await e.start()
         clock.t += 5.0
-        assert await e.healthy(), "its script begins with its first request, however long the job takes to come up"
+        assert await e.healthy(1.0), "its script begins with its first request, however long the job takes to come up"
         with pytest.raises(EngineError, match=r"engine 0 .*script"):
             await collect(e, request("a", limit=1000))
-        assert clock.t == pytest.approx(8.0, abs=0.2) and not await e.healthy()
+        assert clock.t == pytest.approx(8.0, abs=0.2) and not await e.healthy(1.0)
         with pytest.raises(EngineError):
             await collect(e, request("a"))
         await e.start()
-        assert await e.healthy() and len(ids(await collect(e, request("a")))) == 100
+        assert await e.healthy(1.0) and len(ids(await collect(e, request("a")))) == 100
         await e.stop()
 
     run(work)

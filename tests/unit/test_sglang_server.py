@@ -1,17 +1,22 @@
-"""Where may the server of an engine leave its sockets?"""
+"""Where may the server of an engine leave its sockets, and for how long is it asked how it is?"""
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import socket
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rpipe.config import parse
 from rpipe.rollout.engine import EngineError
+from rpipe.rollout.sglang_engine import SglangEngine
 from rpipe.rollout.sglang_server import SglangServer
 
 
@@ -54,3 +59,18 @@ def test_no_room_anywhere_is_one_line(server: SglangServer, monkeypatch: pytest.
     wanted = "^engine 0: no folder for sockets: /tmp: Permission denied; wanted: a TMPDIR of at most 59 characters$"
     with pytest.raises(EngineError, match=wanted):
         server.launch()
+
+
+def test_its_health_is_waited_for_as_long_as_the_owner_says_and_the_server_gives_up_no_sooner(tmp_path: Path) -> None:
+    tree = {"model": {"path": str(tmp_path)}, "data": {"train": {"kind": "sums"}}, "engine": {"stall_deadline_s": 299.5}}
+    engine = SglangEngine(parse(tree, "test"), 0, tmp_path, tmp_path)
+    asked: list[tuple[str, float]] = []
+
+    async def call(method: str, path: str, body: Any, bound_s: float = 60.0) -> bytes:
+        asked.append((path, bound_s))
+        return b""
+
+    engine.server.death = lambda: None  # type: ignore[method-assign]
+    engine._connection = SimpleNamespace(call=call)  # type: ignore[assignment]
+    assert asyncio.run(engine.healthy(225.0)) and asked == [("/health_generate", 225.0)]
+    assert int(engine.server.env["SGLANG_HEALTH_CHECK_TIMEOUT"]) == 300
