@@ -150,6 +150,12 @@ def _same_run(run: RunDir, config: Config) -> None:
         if was != now:
             shown = f" = {now}, begun with {was}" if isinstance(now, int) else " differs from what this run began with"
             raise LaunchError(f"{section}.{key}{shown}; wanted: the same, or another run.dir than {run.path}")
+    if config.most_groups != begun.most_groups:  # by it groups are numbered
+        raise LaunchError(
+            f"with rollout.over_sampling = {config.rollout.over_sampling:g} and refill_groups = {config.rollout.refill_groups}"
+            f" an iteration may draw {config.most_groups} groups, begun with {begun.most_groups};"
+            f" wanted: the same, or another run.dir than {run.path}"
+        )
 
 
 def _fresh(name: str) -> Path:

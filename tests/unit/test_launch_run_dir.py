@@ -16,8 +16,13 @@ from rpipe.runtime.claim import attempts, claim
 from rpipe.runtime.mpirun import LaunchError
 
 
-def config(path: str | None, resume: str = "auto") -> Config:
-    tree = {"model": {"path": "m"}, "data": {"train": {"kind": "sums"}}, "run": {"dir": path, "resume": resume, "name": "n"}}
+def config(path: str | None, resume: str = "auto", **rollout: object) -> Config:
+    tree = {
+        "model": {"path": "m"},
+        "data": {"train": {"kind": "sums"}},
+        "run": {"dir": path, "resume": resume, "name": "n"},
+        "rollout": rollout,
+    }
     return configs.parse(tree, "test")
 
 
@@ -98,4 +103,19 @@ def test_a_run_with_a_checkpoint_does_not_go_on_as_another_run(tmp_path: Path) -
         pass
     assert (tmp_path / "config.yaml").read_text() == kept and attempts(tmp_path) == [1]
     with claim(begun) as (run, _):
+        assert run.attempt == 2
+
+
+def test_a_run_with_a_checkpoint_keeps_how_its_groups_are_numbered(tmp_path: Path) -> None:
+    def drawing(**rollout: object) -> Config:
+        return config(str(tmp_path), groups_per_iteration=16, filter="zero_variance", **rollout)
+
+    with claim(drawing(refill_groups=8)) as (run, _):
+        run.checkpoint(2).mkdir(parents=True)
+        seal(run.checkpoint(2), {})
+    told = "over_sampling = 1 and refill_groups = 0 an iteration may draw 16 groups, begun with 24; wanted: the same"
+    with pytest.raises(LaunchError, match=told), claim(drawing()):
+        pass
+    assert attempts(tmp_path) == [1]
+    with claim(drawing(over_sampling=1.25, refill_groups=4)) as (run, _):  # 24, too
         assert run.attempt == 2
