@@ -20,6 +20,7 @@ from rpipe.config import Config
 from rpipe.policy import seating
 from rpipe.policy.seating import Node, Seat, SeatingError
 from rpipe.runtime.mpirun import LaunchError
+from rpipe.runtime.rundir import settle
 
 SCONTROL_S = 30.0
 
@@ -62,9 +63,9 @@ class Plan:
         idle = [name for component in self.found for name in component.names if name not in used]
         return "\n".join(lines + ([f"without work: {', '.join(idle)}"] if idle else []))
 
-    def write(self, path: Path) -> None:
-        """Into the attempt's folder: the ranks check it, and a reader learns what ran where."""
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self.seats), indent=1) + b"\n")
+    def write(self, attempt: int, path: Path) -> None:
+        """Into the attempt's folder: the ranks check it, and a reader learns what ran where. Raises OSError."""
+        settle(path, msgspec.json.format(msgspec.json.encode(self.seats), indent=1) + b"\n", attempt)
 
 
 def components(env: Mapping[str, str] = os.environ) -> tuple[Component, ...]:

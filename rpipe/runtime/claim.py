@@ -31,7 +31,7 @@ import msgspec
 from rpipe import config as configs
 from rpipe.config import Config, ConfigError
 from rpipe.runtime.mpirun import LaunchError
-from rpipe.runtime.rundir import RunDir
+from rpipe.runtime.rundir import RunDir, settle
 
 BEAT_S = 10.0
 EXPIRES_S = 60.0  # six beats: a slow filesystem is no death
@@ -124,7 +124,7 @@ def _next_attempt(path: Path, config: Config) -> tuple[RunDir, Config]:
         config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(path)})})
         run.attempt_path.mkdir()
         for place in (run.config, run.attempt_path / "config.yaml"):
-            _settle(place, configs.dump(config).encode(), run.attempt)
+            settle(place, configs.dump(config).encode(), run.attempt)
     except OSError as error:
         raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return run, config
@@ -252,21 +252,11 @@ def _kernel() -> str:
 
 def _write(path: Path, mine: Claim) -> Claim:
     try:
-        _settle(path / "claim.json", msgspec.json.encode(mine), mine.attempt)
+        settle(path / "claim.json", msgspec.json.encode(mine), mine.attempt)
     except OSError as error:
         if not mine.ended:
             raise LaunchError(f"run.dir = {path}: cannot be written: {error.strerror}") from None
     return mine
-
-
-def _settle(place: Path, data: bytes, attempt: int) -> None:
-    """Old or new, but never half: on the disk before it takes its name. Raises OSError."""
-    draft = place.with_name(f".{place.stem}-{attempt}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, place)
 
 
 @contextmanager

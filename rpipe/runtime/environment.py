@@ -16,6 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rpipe.runtime.rundir import settle
+
 
 def record() -> dict[str, Any]:
     """Python, versions of every installed distribution, source revision, host, Slurm's facts. JSON-ready."""
@@ -55,8 +57,8 @@ def _git(root: Path, *words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write(*paths: Path) -> None:
-    """One record, to each of `paths`."""
+def write(attempt: int, *paths: Path) -> None:
+    """One record, to each of `paths`. Raises OSError."""
     text = json.dumps(record(), indent=1) + "\n"
     for path in paths:
-        path.write_text(text)
+        settle(path, text.encode(), attempt)

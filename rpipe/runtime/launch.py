@@ -53,11 +53,15 @@ def train(config_path: str, overrides: Sequence[str], report: Report | None = No
 def _attempt(
     config: Config, starter: mpirun.Starter, plan: Plan | None, run: RunDir, report: Report | None, module: str
 ) -> int:
-    environment.write(run.path / "environment.json", run.attempt_path / "environment.json")
+    try:
+        environment.write(run.attempt, run.path / "environment.json", run.attempt_path / "environment.json")
+        if plan is not None:
+            plan.write(run.attempt, run.seats)
+    except OSError as error:
+        raise LaunchError(f"run.dir = {run.path}: cannot be written: {error.strerror}") from None
     _say(f"run dir: {run.path}" + (f" (attempt {run.attempt})" if run.attempt > 1 else ""))
     _say(config.arithmetic())
     if plan is not None:
-        plan.write(run.seats)
         _say(plan.table())
     began = time.monotonic()
     begun = attempt_record.begin(run)

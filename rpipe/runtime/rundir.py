@@ -11,6 +11,7 @@ RUN_DIR/iteration-groups/    finished groups of iterations that are not in every
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,3 +114,17 @@ class RunDir:
             place = aside.with_suffix("")
             if not place.exists():
                 aside.rename(place)
+
+
+def settle(place: Path, data: bytes, attempt: int) -> None:
+    """Old or new, but never half: on the disk before it takes its name. Raises OSError."""
+    draft = place.with_name(f".{place.stem}-{attempt}")
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, place)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise

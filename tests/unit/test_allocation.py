@@ -86,7 +86,7 @@ def test_what_the_allocation_lacks_is_one_line():
 
 def test_ranks_refuse_to_run_where_they_were_not_planned(tmp_path):
     plan = allocation.plan(config(rollout_ranks=1, training_ranks=2), (Component(("n1", "n2", "n3"), None),))
-    plan.write(tmp_path / "seats.json")
+    plan.write(1, tmp_path / "seats.json")
     allocation.check(tmp_path / "seats.json", ["a", "b", "c"])
     allocation.check(tmp_path / "absent.json", ["a"])
     with pytest.raises(LaunchError, match="put ranks 0 and 1 on a and a, other than planned"):

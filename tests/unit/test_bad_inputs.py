@@ -177,6 +177,19 @@ def full_disk(folder: Path) -> None:
         log.note(0.0, "JobStarted")
 
 
+def full_run_dir(folder: Path) -> None:
+    """There is room for a claim and no more."""
+    (folder / "run").mkdir()
+    os.symlink("/dev/full", folder / "run" / ".environment-1")  # where the first attempt writes
+    (folder / "run.yaml").write_text(yaml.safe_dump(config()))
+    done = subprocess.run(
+        command(folder / "run.yaml", folder / "run"), env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stdout == "", done
+    assert not (folder / "run" / "attempt-1" / "job.log").exists(), "no rank was started"
+    raise RuntimeError(done.stderr.strip())
+
+
 def torn_checkpoint(folder: Path) -> None:
     """The only one lost half of a file. tests/job/test_job.py tears real ones."""
     place = folder / "run" / "checkpoints" / "iteration-000003"
@@ -207,6 +220,7 @@ CASES: list[tuple[str, Callable[[Path], None]]] = [
     ("an engine interpreter that is no program", no_program),
     ("an engine interpreter without SGLang", no_sglang),
     ("an engine's port taken, three times", port_taken),
+    ("a full disk under the run directory", full_run_dir),
     ("a full disk under the event log", full_disk),
     ("an unreadable checkpoint", torn_checkpoint),
 ]

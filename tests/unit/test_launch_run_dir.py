@@ -80,12 +80,21 @@ def test_a_place_that_cannot_be_written_is_refused_in_one_line(tmp_path: Path) -
 
 def test_the_environment_record_holds_versions_and_slurms_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    environment.write(tmp_path / "a.json", tmp_path / "b.json")
+    environment.write(1, tmp_path / "a.json", tmp_path / "b.json")
     told = json.loads((tmp_path / "a.json").read_text())
     assert told == json.loads((tmp_path / "b.json").read_text())
     assert told["slurm"]["SLURM_JOB_ID"] == "4711"
     assert told["packages"]["msgspec"].count(".") == 2
     assert set(told["source"]) == {"revision", "dirty"}
+
+
+def test_a_full_disk_costs_no_older_record_and_leaves_no_half_of_a_new_one(tmp_path: Path) -> None:
+    environment.write(1, tmp_path / "a.json")
+    before = (tmp_path / "a.json").read_text()
+    (tmp_path / ".a-2").symlink_to("/dev/full")  # where the second attempt writes
+    with pytest.raises(OSError, match="No space left on device"):
+        environment.write(2, tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_text() == before and [p.name for p in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_a_source_that_is_no_checkout_has_no_revision(tmp_path: Path) -> None:
