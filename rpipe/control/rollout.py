@@ -69,9 +69,6 @@ from rpipe.core.types import GroupId, TrajectoryId, Version
 from rpipe.policy.admission import Fifo
 from rpipe.policy.advantage import shuffled, zero_variance
 
-BYTES_PER_TOKEN = 9  # of a group on the channel: id 4, mask 1, log-prob 4
-BYTES_PER_TRAJECTORY = 16
-
 
 class OffPolicy(AssertionError):
     """Tokens of another weight version than the rollout's reached a coordinator."""
@@ -261,6 +258,7 @@ class RolloutCoordinator:
             for state in (TrajectoryState.RUNNING, TrajectoryState.GENERATED, TrajectoryState.SCORED):
                 record = group.trajectory(index, state)
             record.output_tokens, record.reward = tokens, reward
+            record.turn = spec.turns[index] - 1 if spec.turns else 0
         group.unfinished = group.unscored = 0
         group.become(GroupState.SERVED)
         self._meter.restored()
@@ -373,8 +371,7 @@ class RolloutCoordinator:
         group.become(GroupState.SENT)
         self._sent += 1
         rewards = group.rewards
-        nbytes = group.tokens * BYTES_PER_TOKEN + len(group.trajectories) * BYTES_PER_TRAJECTORY
-        self._unreceived_bytes[group.group] = nbytes
+        nbytes = self._unreceived_bytes[group.group] = group.channel_bytes
         self._queued_bytes += nbytes
         credited = shuffled(rewards, group.group) if self.settings.shuffle_rewards else rewards
         return SendGroup(

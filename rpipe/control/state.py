@@ -52,6 +52,8 @@ _AFTER: dict[Enum, tuple[Enum, ...]] = {
     GroupState.DROPPED: (),
 }
 
+_BYTES_PER_TOKEN, _BYTES_PER_TRAJECTORY, _BYTES_PER_TURN, _BYTES_PER_GROUP = 9, 16, 16, 16
+
 S = TypeVar("S", TrajectoryState, GroupState)
 
 
@@ -113,3 +115,15 @@ class GroupRecord:
     def tokens(self) -> int:
         """Prompt and response tokens of all trajectories."""
         return sum(self.prompt_tokens + t.output_tokens for t in self.trajectories)
+
+    @property
+    def channel_bytes(self) -> int:
+        """What it takes on its way to the trainer, as runtime.channel.pack lays it out: a token its id, log-prob and mask; a
+        trajectory two lengths, advantage and reward; a turn which tokens are of which version; the group four counts."""
+        turns = sum(t.turn + 1 for t in self.trajectories)
+        return (
+            self.tokens * _BYTES_PER_TOKEN
+            + len(self.trajectories) * _BYTES_PER_TRAJECTORY
+            + turns * _BYTES_PER_TURN
+            + _BYTES_PER_GROUP
+        )

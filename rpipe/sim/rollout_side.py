@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from typing_extensions import assert_never
 
-from rpipe.control.rollout import BYTES_PER_TOKEN, BYTES_PER_TRAJECTORY, RolloutCoordinator
+from rpipe.control.rollout import RolloutCoordinator
 from rpipe.control.settings import rollout_settings
 from rpipe.core import events as e
 from rpipe.core.types import GroupId, TrajectoryId
@@ -303,7 +303,7 @@ class RolloutSide:
     def _send_group(self, command: e.SendGroup) -> None:
         record = self.coordinator.groups[command.group]
         tokens = tuple(record.prompt_tokens + t.output_tokens for t in record.trajectories)
-        nbytes = sum(tokens) * BYTES_PER_TOKEN + len(tokens) * BYTES_PER_TRAJECTORY
+        nbytes = record.channel_bytes
         hardware, training = self.job.hardware, self.job.training
 
         def arrived() -> None:

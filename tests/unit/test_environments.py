@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from rpipe.control.state import GroupRecord, TrajectoryRecord
 from rpipe.core.types import Prompt, Sequences, Trajectory, TrajectoryId, VersionSpan
 from rpipe.rollout.environments import calculator
 from rpipe.rollout.held import HeldGroup, Part
@@ -154,3 +155,9 @@ def test_a_group_kept_for_a_later_attempt_comes_back_with_its_turns_and_mask():
     assert again.trajectories[0].sampled.tolist() == trajectory.sampled.tolist()
     spec = again.spec(4)
     assert (spec.output_tokens, spec.finishes, spec.turns) == ((7,), ("stop",), (2,))
+
+
+def test_the_coordinator_counts_the_bytes_that_its_groups_take_on_the_channel():
+    record = GroupRecord(4, 0, len(PROMPT.token_ids), [TrajectoryRecord(turn=1, output_tokens=7)])
+    data, _ = two_turns()[0].packed((1.0,), (0.5,))
+    assert record.channel_bytes == len(data)
