@@ -216,12 +216,10 @@ class SglangEngine:
             async with connection.session.post("/generate", data=body) as response:
                 if response.status != 200:
                     raise EngineError(refusal(response.status, await response.read()))
-                async for data in response.content.iter_any():
+                async for data in response.content.iter_any():  # to its very end: else the connection would not serve again
                     for event in splitter.feed(data):
                         if not stream.ended.is_set():
                             stream.put(stream.assembler.feed(event))
-                    if splitter.done:
-                        break
             if not stream.ended.is_set():
                 raise ValueError("the server closed the stream before its end")
         except EngineError as error:
