@@ -58,16 +58,13 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._rest = b""
-        self.done = False
 
     def feed(self, data: bytes) -> list[ServerEvent]:
         *whole, self._rest = (self._rest + data).split(b"\n\n")
         events = []
         for part in whole:
             body = part.removeprefix(_PREFIX)
-            if body == _DONE:
-                self.done = True
-            elif body:
+            if body and body != _DONE:
                 events.append(_decoder.decode(body))
         return events
 

@@ -86,12 +86,13 @@ def test_a_first_group_sooner_is_weighed_against_a_rollout_that_ends_later():
     """Sixteen groups, two a step; the first comes 3 s sooner, and rollout loses half a second."""
     auto = SoftFrontier(None, groups_per_step=2)
 
-    def pays(train_group_s: float, **changes) -> bool:
-        shown = load(rollout_group_s=1.0, train_group_s=train_group_s, widths=WIDTHS, **changes)
+    def pays(train_group_s: float, rollout_group_s: float = 1.0, **changes) -> bool:
+        shown = load(rollout_group_s=rollout_group_s, train_group_s=train_group_s, widths=WIDTHS, **changes)
         return auto.pays(shown, auto.width(shown))
 
     assert pays(2.0), "training ends last for sure"
-    assert pays(1.0), "probably: 18 s against 16"
+    assert pays(1.2), "probably: 21 s against 16"
+    assert pays(0.6, 0.1) and not pays(0.5, 0.1), "two groups in 1 s, the next 4 s later: the trainer idles in between"
     assert not pays(0.85), "it ends with rollout: then it waited between groups"
     assert not pays(0.5), "rollout ends last"
     assert not pays(1.0, groups_unserved=15, groups_served=1), "the first group is there: 14 s to train, 15 to roll out"
