@@ -140,7 +140,7 @@ class RolloutDriver:
         self._inbox: deque[RolloutEvent] = deque()
         self._woken = asyncio.Event()  # something may have come
         self._held: dict[GroupId, HeldGroup] = {}
-        self._waiting: dict[GroupId, NDArray[np.uint8]] = {}  # packed groups that the trainer is not ready for
+        self._waiting: dict[GroupId, NDArray[np.uint8]] = {}  # packed groups that may not be sent before the trainer is Ready
         self._sent: dict[GroupId, Sent] = {}
         self._weights_came = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -501,7 +501,10 @@ class RolloutDriver:
     def _send_group(self, command: SendGroup) -> None:
         held = self._held[command.group]
         data, tokens = held.packed(command.rewards, command.advantages)
-        self._waiting[command.group] = data
+        if self._channel.patient:
+            self._sent[command.group] = self._channel.send(data, CHANNEL_TRAINER)
+        else:
+            self._waiting[command.group] = data
         self._to_trainer(GroupHeader(command.group, command.order, command.iteration, command.version, tokens, len(data)))
         held.record(self._dump, command.group, command.iteration, command.advantages)
 

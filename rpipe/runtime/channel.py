@@ -1,8 +1,10 @@
 """How do trajectories cross between processes?
 
 As one flat byte tensor over a torch point-to-point group (NCCL, HCCL or gloo): the arrays of `Sequences` one after the other,
-then the version spans. The header (runtime.messages) goes first over MPI and says how many bytes follow; both sides then
-call in the same order. Sends return at once and keep their tensor until it is delivered.
+then the version spans. The header (runtime.messages) goes over MPI and says how many bytes there are; both sides call in the
+same order. Sends return at once and keep their tensor until it is delivered. On a host a tensor may be sent long before its
+receiver asks for it; on a device such a send is a kernel that spins beside the engine's, so there the receiver says first
+that it stands ready (`Channel.patient`).
 """
 
 from __future__ import annotations
@@ -95,6 +97,11 @@ class Channel:
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group, self._device = group, device
+
+    @property
+    def patient(self) -> bool:
+        """Whether what is sent may wait for its receiver at no cost."""
+        return self._device.type == "cpu"
 
     def send(self, data: NDArray[np.uint8], rank: int) -> Sent:
         """`rank` is the receiver's in the group. Returns at once."""

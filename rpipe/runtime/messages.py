@@ -169,7 +169,7 @@ class Standing(Message, frozen=True):
 
 
 class GroupHeader(Message, frozen=True):
-    """A group is complete and waits on the rollout side's host until the trainer is Ready for it."""
+    """A group is complete and on its way; over a device's channel it waits on the rollout side's host for Ready."""
 
     group: GroupId
     order: int
@@ -218,7 +218,7 @@ class Offer(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """The trainer receives this group now: its tensor may go."""
+    """The trainer receives this group now: its tensor may go. Only where the channel is not patient (runtime/channel.py)."""
 
     group: GroupId
 

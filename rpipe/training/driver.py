@@ -166,8 +166,8 @@ class TrainingDriver:
                 self._inbox.append(WeightsPublished(t=now, version=message.version, started_t=started_t, nbytes=nbytes))
 
     def _receive_group(self, header: GroupHeader) -> GroupArrived:
-        self._mailbox.send(ROLLOUT, Ready(header.group))
-        self._mailbox.drain(self.config.limits.message_s)
+        if not self._groups.patient:
+            self._send_now(Ready(header.group))
         sequences, spans = unpack(self._groups.receive(header.nbytes, ROLLOUT))
         if tuple(sequences.lengths.tolist()) != header.tokens or any(spans[:, 3] != header.version):
             raise ChannelError(f"group {header.group}: its tensors are not what its header says")

@@ -131,3 +131,24 @@ def test_a_run_goes_on_from_its_checkpoint_and_ends_where_an_uninterrupted_one_d
     assert [r["iteration"] for r in events(tmp_path / "run", 1, "TrainerReady", attempt=2)] == [2]
     found = report(tmp_path / "run")
     assert found["attempts"] == 2 and [i["iteration"] for i in found["iterations"]] == [0, 1, 2]
+
+
+def test_over_a_channel_whose_sends_must_not_wait_groups_go_when_the_trainer_is_ready(tmp_path, monkeypatch):
+    """As over NCCL: Ready first. The same groups, hence the same weights, as where they are sent at once."""
+    tree = config(pipeline={"mode": "exact"}, run={"name": "test", "iterations": 2, "seed": 3})
+    train(tmp_path / "patient", tree)
+    hook, asked = tmp_path / "hook", tmp_path / "asked"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import os\n"
+        "from rpipe.runtime.channel import Channel\n"
+        "def patient(self):\n"
+        f"    with open({str(asked)!r}, 'a') as file:\n"
+        "        file.write(os.environ.get('OMPI_COMM_WORLD_RANK', '-'))\n"
+        "    return False\n"
+        "Channel.patient = property(patient)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(hook))
+    train(tmp_path / "impatient", tree)
+    assert sorted(asked.read_text()) == ["0"] * 16 + ["1"] * 16, "both sides ask once a group"
+    assert weights(tmp_path / "impatient") == weights(tmp_path / "patient")
