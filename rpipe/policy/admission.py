@@ -121,6 +121,6 @@ class SoftFrontier:
             return train_s > (1 + MARGIN) * rollout_s
         first_s = load.widths[-1].first_s
         ends_last = min(max(((first_s + train_s) / rollout_s - 1) / SURE, 0.0), 1.0)
-        # Full engines bring their next group `first_s` after the frontier has opened: what it made must last the trainer so long.
+        # Full engines bring a group `first_s` after the frontier has opened: what it made must last the trainer so long.
         gained_s = min(first_s, width.groups * load.train_group_s) - width.first_s
         return ends_last * gained_s > (1 - ends_last) * width.lost_s

@@ -34,8 +34,8 @@ from pathlib import Path
 from tests.bench.jobs import run
 
 CONFIG = "tests/bench/pipeline.yaml"
-# Samples so hot that a response ends by chance alone: lengths are alike in every round (mean 50; a quarter is cut at the limit),
-# and prompts (46 tokens) make the stages equally long.
+# Samples so hot that a response ends by chance alone: lengths are alike in every round (mean 50; a quarter reach the limit),
+# and prompts of 46 tokens make the stages equally long.
 EQUAL = [
     "rollout.temperature=8",
     "rollout.max_new_tokens=96",
