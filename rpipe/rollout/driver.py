@@ -191,10 +191,10 @@ class RolloutDriver:
     async def _pause(self) -> None:
         """Until this rank's own engine or a reward has said something, or MPI is to be asked again: asking costs CPU that the
         engine's processes want."""
+        self._woken.clear()  # what came until now is done; and a set event would not let the loop's other tasks run
         alarm = asyncio.get_running_loop().call_later(POLL_S, self._woken.set)
         await self._woken.wait()
         alarm.cancel()
-        self._woken.clear()
 
     def _turn_crank(self) -> None:
         for _, message in self._mailbox.poll():
